@@ -1,0 +1,98 @@
+"""One forward call as two records: its tensors (`Operands`) and everything else (`Options`).
+
+Every public function of `api.py` describes its arguments as a `Call`; checking, planning and
+executing take that one object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.formats import dtype_name
+from flash_attn_fp8.policy import Fp8Policy
+
+
+class Operands(NamedTuple):
+    """The tensors of a call. Names and shapes are those of the public functions."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
+    learnable_sink: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    output_scale: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything of a call that is not a tensor. Hashable; equal options mean equal requests."""
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    min_seqlen_k: int | None = None
+    num_splits: int = 1
+    seqlen_k_per_split: int | None = None
+    pack_gqa: bool | None = None
+    deterministic: bool = False
+    scheduler_metadata: bool = True
+    return_lse: bool = False
+    out_dtype: torch.dtype | None = None
+    fp8_policy: Fp8Policy | str | None = None
+    impl: str | None = None
+
+
+class Call(NamedTuple):
+    """A described, unchecked call. `refused` holds arguments that no version executes yet."""
+
+    function: str
+    operands: Operands
+    options: Options
+    refused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """`function(q=e4m3[2, 128, 8, 64], ..., causal=True)`; also what `explain` parses."""
+        shown = [
+            f"{name}={describe(value)}"
+            for name, value in self.operands._asdict().items()
+            if value is not None
+        ]
+        default = Options()
+        shown += [
+            f"{name}={_literal(value)}"
+            for name, value in vars(self.options).items()
+            if value != getattr(default, name)
+        ]
+        return f"{self.function}({', '.join(shown)})"
+
+
+def _literal(value: object) -> str:
+    """A value as a literal that `explain.parse_call` reads back."""
+    if isinstance(value, torch.dtype):
+        return repr(dtype_name(value))
+    return repr(str(value)) if isinstance(value, Fp8Policy) else repr(value)
+
+
+def describe(x: object) -> str:
+    """`e4m3[2, 128, 8, 64]`, with strides in braces where the tensor is not contiguous."""
+    if not isinstance(x, Tensor):
+        return f"{type(x).__name__} {x!r}"
+    text = f"{dtype_name(x.dtype)}{list(x.shape)}"
+    return text if x.is_contiguous() else f"{text}{{{', '.join(map(str, x.stride()))}}}"

@@ -1,0 +1,521 @@
+"""Calls to problems: every fault of a call's metadata, found before anything is allocated.
+
+`problem_of(call)` reads shapes, strides, dtypes and devices only, never data: it needs no
+synchronisation and works on meta and fake tensors. `values.py` has the checks that read data.
+
+One function per topic; each appends its reasons to the refusal and returns what the next ones
+need. A reason names the argument, the value found and what to write instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.call import Call, Operands, Options, describe
+from flash_attn_fp8.check_scales import output_descale, scale_granularities
+from flash_attn_fp8.errors import InvalidArguments, Refusal
+from flash_attn_fp8.formats import BF16, E4M3, E5M2, FP16, FP32, INT8, Format, dtype_name, format_of
+from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
+from flash_attn_fp8.problem import Problem, Request, Sizes, Traits
+
+IMPLS = ("cute", "sim", "tiled", "reference")
+MAX_SPLITS = 256  # as FA3 and FA4: the combine kernel's limit
+SPLIT_MULTIPLE = 128  # keys; a split ends on a tile so that its bits do not depend on the next
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+
+_16BIT = (BF16, FP16)
+_INT32_VECTORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+def problem_of(call: Call) -> Problem:
+    """Check `call` and describe it.
+
+    Raises:
+        InvalidArguments: with every fault of the arguments.
+        Unsupported: the arguments are legal and no executor of this version takes them.
+    """
+    problem, refusal = examine(call)
+    if problem is None:
+        raise refusal.error(str(call), repro=f"flash-attn-fp8 explain {str(call)!r}")
+    return problem
+
+
+def examine(call: Call) -> tuple[Problem | None, Refusal]:
+    """Like `problem_of`, but returns the refusal; the problem is None where there is a reason."""
+    refusal = Refusal()
+    refusal.unsupported += call.refused
+    if not _are_tensors(call, refusal):
+        return None, refusal
+    _check_autograd_and_devices(call.operands, refusal)
+    request = _request(call, refusal)
+    layout = _layout(call.operands, refusal)
+    formats = _formats(call.operands, refusal)
+    window = _window(call.options, refusal)
+    _check_scalars(call.options, refusal)
+    if formats is None:
+        return None, refusal
+    policy = _policy(call.options, formats, refusal)
+    if layout is None:
+        return None, refusal
+    sizes = _sizes(call, layout, window, refusal)
+    traits = _traits(call, layout, formats, window, policy, refusal)
+    if traits is None or refusal.reasons:
+        return None, refusal
+    problem = Problem(traits, sizes, request)
+    _check_buffers(call.operands, problem, refusal)
+    return (None if refusal.reasons else problem), refusal
+
+
+def _are_tensors(call: Call, refusal: Refusal) -> bool:
+    wanted = ("q", "k", "v")
+    for name, value in call.operands._asdict().items():
+        if value is None and name not in wanted:
+            continue
+        if not isinstance(value, Tensor):
+            refusal.invalid.append(f"{name} must be a torch.Tensor, got {describe(value)}")
+    return not refusal.invalid
+
+
+def _check_autograd_and_devices(o: Operands, refusal: Refusal) -> None:
+    tensors = {name: t for name, t in o._asdict().items() if t is not None}
+    if torch.is_grad_enabled():
+        needing = [name for name, t in tensors.items() if t.requires_grad]
+        if needing:
+            refusal.unsupported.append(
+                f"{', '.join(needing)} require grad: this package is forward only; call it under "
+                f"torch.no_grad() or detach them"
+            )
+    elsewhere = {n: str(t.device) for n, t in tensors.items() if t.device != o.q.device}
+    if elsewhere:
+        refusal.invalid.append(
+            f"q is on {o.q.device}, but {', '.join(f'{n} on {d}' for n, d in elsewhere.items())}; "
+            f"all tensors must be on one device"
+        )
+
+
+# ---------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class _Layout:
+    q: Literal["dense", "varlen"]
+    kv: Literal["dense", "varlen", "paged"]
+    batch: int
+    nheads: int
+    nheads_kv: int
+    head_dim: int
+    head_dim_v: int
+
+
+def _layout(o: Operands, refusal: Refusal) -> _Layout | None:
+    before = len(refusal.invalid)
+    q_layout: Literal["dense", "varlen"] = "dense" if o.cu_seqlens_q is None else "varlen"
+    kv_layout: Literal["dense", "varlen", "paged"] = "dense"
+    if o.page_table is not None:
+        kv_layout = "paged"
+        if o.cu_seqlens_k is not None:
+            refusal.invalid.append(
+                "page_table and cu_seqlens_k exclude each other: a paged cache takes seqused_k"
+            )
+    elif o.cu_seqlens_k is not None:
+        kv_layout = "varlen"
+    _check_ranks(o, q_layout, kv_layout, refusal)
+    _check_index_tensors(o, refusal)
+    if len(refusal.invalid) > before:
+        return None
+    _check_kv_shapes(o, kv_layout, refusal)
+    _check_head_counts(o, refusal)
+    batch = _batch(o, q_layout, kv_layout, refusal)
+    for name, t in (("q", o.q), ("k", o.k), ("v", o.v)):
+        if t.stride(-1) != 1 and t.shape[-1] != 1:
+            refusal.invalid.append(
+                f"{name} has stride {t.stride(-1)} in its last dimension; it must be contiguous "
+                f"there (any stride is fine elsewhere): {name}.contiguous()"
+            )
+    if len(refusal.invalid) > before:
+        return None
+    return _Layout(
+        q_layout,
+        kv_layout,
+        batch,
+        nheads=o.q.shape[-2],
+        nheads_kv=o.k.shape[-2],
+        head_dim=o.q.shape[-1],
+        head_dim_v=o.v.shape[-1],
+    )
+
+
+_SHAPES = {
+    "dense": "(batch, seqlen, nheads, head_dim)",
+    "varlen": "(total, nheads, head_dim)",
+    "paged": "(num_pages, page_size, nheads_kv, head_dim)",
+}
+
+
+def _check_ranks(o: Operands, q_layout: str, kv_layout: str, refusal: Refusal) -> None:
+    for name, t, layout in (("q", o.q, q_layout), ("k", o.k, kv_layout), ("v", o.v, kv_layout)):
+        rank = 3 if layout == "varlen" else 4
+        if t.ndim == rank:
+            continue
+        hint = ""
+        if t.ndim == 3 and rank == 4 and layout == "dense":
+            hint = f"; packed sequences need cu_seqlens_{'q' if name == 'q' else 'k'}"
+        if t.ndim == 4 and rank == 3:
+            hint = f"; drop cu_seqlens_{'q' if name == 'q' else 'k'} for batched sequences"
+        refusal.invalid.append(f"{name}={describe(t)} must be {_SHAPES[layout]}{hint}")
+
+
+def _check_index_tensors(o: Operands, refusal: Refusal) -> None:
+    for name in (*_INT32_VECTORS, "page_table"):
+        t = getattr(o, name)
+        if t is None:
+            continue
+        rank = 2 if name == "page_table" else 1
+        if t.dtype != torch.int32:
+            refusal.invalid.append(f"{name} must be int32, got {dtype_name(t.dtype)}: {name}.int()")
+        if t.ndim != rank:
+            shape = "(batch, max_pages)" if rank == 2 else "one-dimensional"
+            refusal.invalid.append(f"{name} must be {shape}, got shape {list(t.shape)}")
+        elif name.startswith("cu_") and t.shape[0] < 1:
+            refusal.invalid.append(f"{name} must hold batch + 1 offsets, got none")
+        elif t.shape[-1] > 1 and t.stride(-1) != 1:
+            refusal.invalid.append(f"{name} must be contiguous in its last dimension")
+
+
+def _check_kv_shapes(o: Operands, kv_layout: str, refusal: Refusal) -> None:
+    if o.k.shape[:-1] != o.v.shape[:-1]:
+        refusal.invalid.append(
+            f"k={describe(o.k)} and v={describe(o.v)} must agree in all dimensions but the last"
+        )
+    if o.q.shape[-1] != o.k.shape[-1]:
+        refusal.invalid.append(
+            f"q has head_dim {o.q.shape[-1]} and k {o.k.shape[-1]}; they must be equal"
+        )
+    for name, t in (("head_dim", o.q), ("head_dim_v", o.v)):
+        d = t.shape[-1]
+        if not 0 < d <= MAX_HEAD_DIM or d % HEAD_DIM_MULTIPLE:
+            refusal.invalid.append(
+                f"{name}={d} is not supported; it must be a multiple of {HEAD_DIM_MULTIPLE} from "
+                f"{HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}: {HEAD_DIM_MULTIPLE}, "
+                f"{2 * HEAD_DIM_MULTIPLE}, ..., {MAX_HEAD_DIM}"
+            )
+    if kv_layout == "paged" and o.k.shape[1] < 1:
+        refusal.invalid.append(f"page_size={o.k.shape[1]} must be at least 1")
+
+
+def _check_head_counts(o: Operands, refusal: Refusal) -> None:
+    nheads, nheads_kv = o.q.shape[-2], o.k.shape[-2]
+    if nheads < 1 or nheads_kv < 1 or nheads % nheads_kv:
+        refusal.invalid.append(
+            f"q has {nheads} heads and k, v have {nheads_kv}: the first must be a positive "
+            f"multiple of the second"
+        )
+    sink = o.learnable_sink
+    if sink is None:
+        return
+    if sink.ndim != 1 or sink.shape[0] != nheads:
+        refusal.invalid.append(
+            f"learnable_sink must have one logit per query head, shape [{nheads}], got "
+            f"{list(sink.shape)}"
+        )
+    if format_of(sink.dtype) not in (*_16BIT, FP32):
+        refusal.invalid.append(
+            f"learnable_sink must be bf16, fp16 or fp32, got {dtype_name(sink.dtype)}"
+        )
+
+
+def _batch(o: Operands, q_layout: str, kv_layout: str, refusal: Refusal) -> int:
+    """The batch size; every tensor that has one must agree with q's."""
+    cu_q = o.cu_seqlens_q
+    batch = o.q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    source = f"q={describe(o.q)}" if cu_q is None else f"cu_seqlens_q={describe(cu_q)}"
+    found: dict[str, int] = {}
+    if kv_layout == "dense":
+        found["k"] = o.k.shape[0]
+    for name, extra in (
+        ("cu_seqlens_k", 1),
+        ("seqused_q", 0),
+        ("seqused_k", 0),
+        ("page_table", 0),
+    ):
+        t = getattr(o, name)
+        if t is not None:
+            found[name] = t.shape[0] - extra
+    for name, size in found.items():
+        if size != batch:
+            refusal.invalid.append(
+                f"{source} is a batch of {batch}, {name}={describe(getattr(o, name))} one of {size}"
+            )
+    return batch
+
+
+# --------------------------------------------------------------------------------- formats
+
+
+@dataclass(frozen=True)
+class _Formats:
+    q: Format
+    kv: Format
+
+    @property
+    def p(self) -> Format:
+        """P's format in the product P·V.
+
+        q's, but bf16 over an 8-bit cache: every 8-bit code is exact in bf16, and V's scale times P
+        stays in its range, which fp16's would not hold.
+        """
+        return BF16 if self.kv.is_8bit and not self.q.is_8bit else self.q
+
+
+def _formats(o: Operands, refusal: Refusal) -> _Formats | None:
+    q, k, v = (format_of(t.dtype) for t in (o.q, o.k, o.v))
+    names = ", ".join(f"{n}={dtype_name(t.dtype)}" for n, t in zip("qkv", (o.q, o.k, o.v)))
+    if k is None or v is None or k is not v:
+        refusal.invalid.append(f"k and v must have one dtype, got {names}")
+        return None
+    allowed = {
+        E4M3: (E4M3,),
+        E5M2: (E5M2,),
+        BF16: (BF16, E4M3, E5M2, INT8),
+        FP16: (FP16, E4M3, E5M2, INT8),
+    }
+    if q not in allowed or k not in allowed[q]:
+        refusal.invalid.append(
+            f"{names} is no supported mix: q, k and v all e4m3, e5m2, bf16 or fp16, or bf16/fp16 "
+            f"q over e4m3, e5m2 or int8 k and v (torch.uint8 codes: use .view(dtype))"
+        )
+        return None
+    return _Formats(q, k)
+
+
+def _out_format(call: Call, formats: _Formats, refusal: Refusal) -> Format:
+    """What `out` holds: out's dtype, out_dtype, e4m3 where output_scale is given, q's, or bf16."""
+    o, wanted = call.operands, call.options.out_dtype
+    default = formats.q if not formats.q.is_8bit else BF16
+    dtype = wanted if wanted is not None else (o.out.dtype if o.out is not None else None)
+    if dtype is None:
+        return E4M3 if o.output_scale is not None else default
+    if o.out is not None and o.out.dtype != dtype:
+        refusal.invalid.append(
+            f"out is {dtype_name(o.out.dtype)}, out_dtype asks for {dtype_name(dtype)}"
+        )
+    fmt = format_of(dtype) if isinstance(dtype, torch.dtype) else None
+    if fmt not in (BF16, FP16, FP32, E4M3, E5M2):
+        shown = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
+        refusal.invalid.append(f"output cannot be {shown}; it can be bf16, fp16, fp32, e4m3, e5m2")
+        return default
+    return fmt
+
+
+# --------------------------------------------------------------------------------- scalars
+
+
+def _window(options: Options, refusal: Refusal) -> tuple[int | None, int | None]:
+    """(left, right) with None for unbounded and a right bound of 0 for causal calls."""
+    left, right = options.window_left, options.window_right
+    for side, value in (("left", left), ("right", right)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            refusal.invalid.append(f"window_size {side}={value!r} must be an int or None")
+            return None, None
+    one_sided = (left == -1) != (right == -1)
+    if one_sided and not options.causal:
+        refusal.invalid.append(
+            f"window_size=({left}, {right}) with causal=False: -1 means 'unlimited' in FA2 and FA3 "
+            f"and 'up to the key before the query' in FA4; write None for unlimited, or causal=True"
+        )
+        return None, None
+    left = None if left == -1 else left
+    right = None if right == -1 else right
+    for side, value in (("left", left), ("right", right)):
+        if value is not None and value < 0:
+            refusal.invalid.append(
+                f"window_size {side}={value}: negative bounds mean 'unlimited' in FA2 and FA3 and "
+                f"an offset in FA4; write None for unlimited, or a bound >= 0"
+            )
+    return left, (0 if options.causal else right)
+
+
+def _check_scalars(options: Options, refusal: Refusal) -> None:
+    scale = options.softmax_scale
+    if scale is not None and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
+        refusal.invalid.append(
+            f"softmax_scale={scale!r} must be a positive finite number (negate q for a negative one)"
+        )
+    softcap = options.softcap
+    if not (_is_number(softcap) and math.isfinite(softcap) and softcap >= 0):
+        refusal.invalid.append(f"softcap={softcap!r} must be a finite number >= 0; 0 means none")
+    for name in ("causal", "deterministic", "return_lse"):
+        if not isinstance(getattr(options, name), bool):
+            refusal.invalid.append(f"{name}={getattr(options, name)!r} must be True or False")
+    if options.pack_gqa not in (None, True, False):
+        refusal.invalid.append(f"pack_gqa={options.pack_gqa!r} must be True, False or None")
+    for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
+        value = getattr(options, name)
+        if value is not None and not (_is_int(value) and value >= 0):
+            refusal.invalid.append(
+                f"{name}={value!r} must be an int >= 0 (a tensor would cost a synchronisation)"
+            )
+
+
+def _request(call: Call, refusal: Refusal) -> Request:
+    o = call.options
+    if not (_is_int(o.num_splits) and 0 <= o.num_splits <= MAX_SPLITS):
+        refusal.invalid.append(
+            f"num_splits={o.num_splits!r} must be an int from 0 (chosen for you) to {MAX_SPLITS}"
+        )
+    per_split = o.seqlen_k_per_split
+    if per_split is not None:
+        if not (_is_int(per_split) and per_split > 0 and per_split % SPLIT_MULTIPLE == 0):
+            refusal.invalid.append(
+                f"seqlen_k_per_split={per_split!r} must be a positive multiple of {SPLIT_MULTIPLE}"
+            )
+        if o.num_splits not in (0, 1):
+            refusal.invalid.append(
+                f"num_splits={o.num_splits} and seqlen_k_per_split={per_split} exclude each other"
+            )
+    if o.impl is not None and o.impl not in IMPLS:
+        refusal.invalid.append(f"impl={o.impl!r} is not one of None, {', '.join(map(repr, IMPLS))}")
+    return Request(
+        num_splits=o.num_splits,
+        seqlen_k_per_split=per_split,
+        pack_gqa=o.pack_gqa,
+        deterministic=o.deterministic,
+        scheduler_metadata=o.scheduler_metadata,
+        policy_given=o.fp8_policy is not None,
+        impl=o.impl,
+    )
+
+
+def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
+    given, p_format = options.fp8_policy, formats.p.name
+    default = policy_for(p_format)
+    if given is None:
+        return default
+    if isinstance(given, str):
+        try:
+            is_name = given in POLICIES[p_format] or " " not in given
+            given = policy_for(p_format, given) if is_name else Fp8Policy.parse(given)
+        except InvalidArguments as fault:
+            refusal.invalid.append(f"fp8_policy: {fault}")
+            return default
+    if not isinstance(given, Fp8Policy):
+        refusal.invalid.append(
+            f"fp8_policy={given!r} must be an Fp8Policy, a name ({', '.join(POLICIES[p_format])}) "
+            f"or None"
+        )
+        return default
+    if given.p_format != p_format:
+        refusal.invalid.append(
+            f"fp8_policy is for P in {given.p_format}; with q in {formats.q.name} and v in "
+            f"{formats.kv.name} P is {p_format}: "
+            f"policy_for({p_format!r})"
+        )
+    return given
+
+
+# ---------------------------------------------------------------------------------- records
+
+
+def _sizes(
+    call: Call, layout: _Layout, window: tuple[int | None, int | None], refusal: Refusal
+) -> Sizes:
+    o, options = call.operands, call.options
+    if layout.q == "dense":
+        seqlen_q, total_q = o.q.shape[1], None
+    else:
+        total_q = o.q.shape[0]
+        seqlen_q = total_q if options.max_seqlen_q is None else options.max_seqlen_q
+    num_pages = page_size = total_k = None
+    if layout.kv == "dense":
+        capacity = o.k.shape[1]
+    elif layout.kv == "varlen":
+        total_k = capacity = o.k.shape[0]
+    else:
+        num_pages, page_size = o.k.shape[0], o.k.shape[1]
+        capacity = o.page_table.shape[1] * page_size  # type: ignore[union-attr]
+    seqlen_k = capacity
+    if options.max_seqlen_k is not None and layout.kv != "dense":
+        if layout.kv == "paged" and options.max_seqlen_k > capacity:
+            refusal.invalid.append(
+                f"max_seqlen_k={options.max_seqlen_k} does not fit in page_table's "
+                f"{o.page_table.shape[1]} pages x {page_size} = {capacity} keys"  # type: ignore[union-attr]
+            )
+        seqlen_k = options.max_seqlen_k
+    scale = options.softmax_scale
+    return Sizes(
+        batch=layout.batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        nheads=layout.nheads,
+        nheads_kv=layout.nheads_kv,
+        softmax_scale=layout.head_dim**-0.5 if scale is None else scale,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=options.softcap,
+        total_q=total_q,
+        total_k=total_k,
+        num_pages=num_pages,
+        page_size=page_size,
+    )
+
+
+def _traits(
+    call: Call,
+    layout: _Layout,
+    formats: _Formats,
+    window: tuple[int | None, int | None],
+    policy: Fp8Policy,
+    refusal: Refusal,
+) -> Traits:
+    o = call.operands
+    scales = scale_granularities(o, formats.q, formats.kv, layout.batch, refusal)
+    out_format = _out_format(call, formats, refusal)
+    output_descale(o, out_format, refusal)
+    return Traits(
+        q_format=formats.q.name,
+        kv_format=formats.kv.name,
+        out_format=out_format.name,
+        head_dim=layout.head_dim,
+        head_dim_v=layout.head_dim_v,
+        q_layout=layout.q,
+        kv_layout=layout.kv,
+        q_heads_per_kv_head=layout.nheads // layout.nheads_kv,
+        seqused_q=o.seqused_q is not None,
+        seqused_k=o.seqused_k is not None,
+        bounded_left=window[0] is not None,
+        bounded_right=window[1] is not None,
+        softcap=bool(call.options.softcap),
+        sink=o.learnable_sink is not None,
+        q_descale=scales["q"],
+        k_descale=scales["k"],
+        v_descale=scales["v"],
+        output_scale=o.output_scale is not None,
+        lse=call.options.return_lse or o.lse is not None,
+        policy=policy,
+    )
+
+
+def _check_buffers(o: Operands, problem: Problem, refusal: Refusal) -> None:
+    for name, t, shape in (("out", o.out, problem.out_shape), ("lse", o.lse, problem.lse_shape)):
+        if t is None:
+            continue
+        if tuple(t.shape) != tuple(shape):
+            refusal.invalid.append(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+        elif name == "out" and t.shape[-1] > 1 and t.stride(-1) != 1:
+            refusal.invalid.append("out must be contiguous in its last dimension")
+    if o.lse is not None and o.lse.dtype != torch.float32:
+        refusal.invalid.append(f"lse must be fp32, got {dtype_name(o.lse.dtype)}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)

@@ -1,0 +1,52 @@
+"""What a refusal looks like: one exception that carries every reason at once.
+
+A reason names the argument, the value that was found and what to use instead. `Refusal` collects
+reasons while a call is checked; `Refusal.raise_if_any` turns them into one exception:
+
+* `InvalidArguments`: the call is wrong (a `ValueError` and a `TypeError`, so that either handler
+  catches it).
+* `Unsupported`: the call is right and this package cannot do it (a `NotImplementedError`).
+
+A call with reasons of both kinds raises `InvalidArguments`; all reasons are listed either way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class FlashAttnFp8Error(Exception):
+    """Base of every exception of this package. `reasons` holds one sentence per fault."""
+
+    def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.reasons = reasons or (message,)
+
+
+class InvalidArguments(FlashAttnFp8Error, ValueError, TypeError):
+    """The arguments contradict each other or the documented shapes, dtypes or values."""
+
+
+class Unsupported(FlashAttnFp8Error, NotImplementedError):
+    """The arguments are legal and this version has no way to execute them."""
+
+
+@dataclass
+class Refusal:
+    """Reasons against one call, collected before anything is allocated."""
+
+    invalid: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return (*self.invalid, *self.unsupported)
+
+    def error(self, call: str, repro: str | None = None) -> FlashAttnFp8Error:
+        """The exception for the reasons collected so far; `call` describes the arguments."""
+        kind = InvalidArguments if self.invalid else Unsupported
+        lines = [call, *(f"  {i}. {reason}" for i, reason in enumerate(self.reasons, 1))]
+        lines.append("Nothing was allocated, compiled or written.")
+        if repro:
+            lines.append(f"Reproduce: {repro}")
+        return kind("\n".join(lines), self.reasons)

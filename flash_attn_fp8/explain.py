@@ -1,0 +1,219 @@
+"""What a call would do and why, without doing it: no GPU, no data, no compilation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8 import api, kvcache
+from flash_attn_fp8.call import Call, Operands, Options
+from flash_attn_fp8.checks import examine
+from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
+from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.plan import Plan, plan_for
+from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.support import EXECUTORS, reasons_against
+from flash_attn_fp8.target import Target, target_named, target_of
+
+_FUNCTIONS = {
+    "flash_attn_func": api.flash_attn_func,
+    "flash_attn_varlen_func": api.flash_attn_varlen_func,
+    "flash_attn_with_kvcache": kvcache.flash_attn_with_kvcache,
+    "_flash_attn_fwd": api._flash_attn_fwd,
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; prints itself.
+
+    `ok` says whether the call would run; `reasons` why not, all of them. `problem` is what was
+    understood, `plan` what would run; either is None where it was not reached.
+    """
+
+    call: Call
+    target: Target
+    problem: Problem | None
+    plan: Plan | None
+    reasons: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        lines = [f"{self.call}", f"on {self.target.arch}"]
+        if not self.ok:
+            lines += ["would be refused:"]
+            lines += [f"  {i}. {reason}" for i, reason in enumerate(self.reasons, 1)]
+        if self.problem is not None:
+            lines += self._understood(self.problem)
+        if self.problem is not None and self.plan is not None:
+            lines += self._planned(self.problem, self.plan)
+        return "\n".join(lines)
+
+    @staticmethod
+    def _understood(problem: Problem) -> list[str]:
+        t, s = problem.traits, problem.sizes
+        scales = ", ".join(
+            f"{name} per {kind.granularity.replace('_', ' and ')}"
+            for name, kind in (("q", t.q_descale), ("k", t.k_descale), ("v", t.v_descale))
+            if kind
+        )
+        window = f"left {_bound(s.window_left)}, right {_bound(s.window_right)}"
+        return [
+            "understood:",
+            f"  formats   q {t.q_format}, k and v {t.kv_format}, out {t.out_format}",
+            f"  sizes     batch {s.batch}, queries {s.seqlen_q}, keys {s.seqlen_k}, heads "
+            f"{s.nheads}/{s.nheads_kv}, head dims {t.head_dim}/{t.head_dim_v}",
+            f"  layout    q {t.q_layout}, kv {t.kv_layout}"
+            + (f" (pages of {s.page_size})" if s.page_size is not None else ""),
+            f"  mask      window {window}",
+            f"  scores    softmax_scale {s.softmax_scale:g}, softcap {s.softcap or 'none'}, sink "
+            f"{'yes' if t.sink else 'no'}",
+            f"  descales  {scales or 'none'}",
+            f"  policy    {t.policy} (P up to 2^{t.policy.max_offset + t.policy.rescale_threshold:g}"
+            f" of 2^{t.policy.format.log2_max:.3f}; zero below 2^{t.policy.tail_log2:g} of the top)",
+        ]
+
+    @staticmethod
+    def _planned(problem: Problem, plan: Plan) -> list[str]:
+        split = plan.split
+        parts = (
+            f"{split.num_splits} of each sequence's keys"
+            if split.keys is None
+            else f"every {split.keys} keys"
+        )
+        lines = [
+            "would run:",
+            f"  executor  {plan.impl}",
+            f"  splits    {parts}",
+            f"  tiles     {'query heads packed' if plan.pack_gqa else 'one query head each'}",
+            f"  metadata  {'computed by the plan' if plan.scheduler_metadata else 'none'}",
+            f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
+        ]
+        others = [name for name in EXECUTORS if name != plan.impl]
+        for name in others:
+            why = reasons_against(name, problem, plan.target)
+            lines.append(f"  not {name}: {'; '.join(why) or 'it could; ' + plan.impl + ' comes first'}")
+        return lines
+
+
+def _bound(value: int | None) -> str:
+    return "unbounded" if value is None else str(value)
+
+
+def explain(
+    fn: Callable[..., object] | str, *args: object, target: str | None = None, **kwargs: object
+) -> Explanation:
+    """Say what `fn(*args, **kwargs)` would run, or every reason why it would be refused.
+
+    Args:
+        fn: flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache or _flash_attn_fwd, its
+            name, or a text such as "flash_attn_func(q=e4m3[1, 128, 8, 64], ...)", which is what
+            error messages print.
+        *args, **kwargs: the call's arguments. Meta tensors are welcome: no data is read.
+        target: plan for "cpu", "sm_100a", "sm_90a" or "sm_100a:SMS" instead of the tensors' device.
+
+    Returns:
+        An `Explanation`.
+
+    Raises:
+        InvalidArguments: `fn` or `target` is none of these.
+        TypeError: the arguments do not fit fn's signature.
+
+    Example:
+        >>> import torch, flash_attn_fp8 as fa
+        >>> q = torch.empty(1, 128, 8, 64, dtype=torch.float8_e4m3fn, device="meta")
+        >>> fa.explain(fa.flash_attn_func, q, q, q).plan.impl
+        'tiled'
+        >>> fa.explain(fa.flash_attn_func, q, q, q, window_size=(8, -1)).ok
+        False
+    """
+    call = _describe(fn, args, kwargs)
+    device = getattr(call.operands.q, "device", torch.device("cpu"))
+    on = target_named(target) if target is not None else target_of(device)
+    problem, refusal = examine(call)
+    if problem is None:
+        return Explanation(call, on, None, None, refusal.reasons)
+    try:
+        return Explanation(call, on, problem, plan_for(problem, on), ())
+    except FlashAttnFp8Error as refused:
+        return Explanation(call, on, problem, None, refused.reasons)
+
+
+def _describe(
+    fn: Callable[..., object] | str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Call:
+    if isinstance(fn, str):
+        if "(" in fn and not args and not kwargs:
+            return parse_call(fn)
+        fn = _FUNCTIONS.get(fn, fn)
+    describe_call = getattr(fn, "describe_call", None)
+    if describe_call is None:
+        raise InvalidArguments(
+            f"explain takes {', '.join(_FUNCTIONS)} or a call as text, got {fn!r}"
+        )
+    call: Call = describe_call(*args, **kwargs)
+    return call
+
+
+_TENSOR = re.compile(r"(\w+)\[([\d, ]*)\](?:\{([\d, ]*)\})?")
+_ARGUMENT = re.compile(r"(\w+)=(\w+\[[\d, ]*\](?:\{[\d, ]*\})?|'[^']*'|[^,()]+)")
+
+
+def parse_call(text: str) -> Call:
+    """The call that `str(call)` printed, on meta tensors.
+
+    Raises:
+        InvalidArguments: the text is no such call.
+    """
+    match = re.fullmatch(r"\s*([\w.]+)\((.*)\)\s*", text, re.DOTALL)
+    if match is None:
+        raise InvalidArguments(f"{text!r} is no call; write flash_attn_func(q=e4m3[1, 128, 8, 64], ...)")
+    operands: dict[str, Tensor] = {}
+    options: dict[str, object] = {}
+    for name, value in _ARGUMENT.findall(match[2]):
+        if name in Operands._fields:
+            operands[name] = _parse_tensor(name, value)
+        elif name in Options.__dataclass_fields__:
+            options[name] = _parse_value(name, value)
+        else:
+            known = ", ".join((*Operands._fields, *Options.__dataclass_fields__))
+            raise InvalidArguments(f"{name!r} is no part of a call; known: {known}")
+    missing = [name for name in "qkv" if name not in operands]
+    if missing:
+        raise InvalidArguments(f"{', '.join(missing)} missing in {text!r}")
+    return Call(match[1], Operands(**operands), Options(**options))  # type: ignore[arg-type]
+
+
+def _parse_tensor(name: str, text: str) -> Tensor:
+    match = _TENSOR.fullmatch(text.strip())
+    if match is None:
+        raise InvalidArguments(f"{name}={text}: write a tensor as dtype[shape], e4m3[1, 128, 8, 64]")
+    dtype = FORMATS[match[1]].dtype if match[1] in FORMATS else getattr(torch, match[1], None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArguments(f"{name}={text}: {match[1]} is no dtype")
+    shape = _ints(match[2])
+    if match[3] is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, _ints(match[3]), dtype=dtype, device="meta")
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]
+
+
+def _parse_value(name: str, text: str) -> object:
+    if name == "out_dtype":
+        short = text.strip().strip("'")
+        return FORMATS[short].dtype if short in FORMATS else text
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,143 @@
+"""`flash_attn_with_kvcache`: FA3's cache interface over the same forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.call import Call, Operands, Options
+from flash_attn_fp8.entry import Window, bounds, public_as_fa3, refused, scalar
+from flash_attn_fp8.policy import Fp8Policy
+
+
+@public_as_fa3
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: None = None,
+    v: None = None,
+    qv: None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    fp8_policy: Fp8Policy | str | None = None,
+    output_scale: Tensor | float | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    deterministic: bool = False,
+    impl: str | None = None,
+) -> Call:
+    """Attention of new queries over a cache, forward only, with FA3's keywords and results.
+
+    Everything that is not said here is as in `flash_attn_varlen_func`.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), or (total_q, nheads, head_dim) with cu_seqlens_q.
+        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_kv, head_dim[_v]), or (num_pages,
+            page_size, nheads_kv, head_dim[_v]) with page_table. Already holds the new tokens.
+        cache_seqlens: (batch,) int32, or one int for all: keys in use.
+        cache_batch_idx: (batch,) int32: which sequence of the cache each query reads.
+        window_size: as `flash_attn_func`; FA3's (-1, -1) is unbounded.
+        num_splits: 0, the default, lets the plan choose.
+
+    Other arguments are FA3's (appending k and v, rotary embedding, left padding, chunks); they are
+    refused unless they have their neutral value.
+
+    Returns:
+        out, or (out, lse) with return_softmax_lse.
+
+    Raises:
+        InvalidArguments, Unsupported: as `flash_attn_varlen_func`.
+
+    Example:
+        >>> import torch, flash_attn_fp8 as fa
+        >>> q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
+        >>> cache = fa.quantize(torch.randn(2, 32, 2, 64), per="token_head")
+        >>> out = fa.flash_attn_with_kvcache(
+        ...     q, cache.values, cache.values, cache_seqlens=20,
+        ...     k_descale=cache.descale, v_descale=cache.descale)
+        >>> out.shape
+        torch.Size([2, 1, 8, 64])
+    """
+    left, right = bounds(window_size)
+    why = refused(
+        k=k,
+        v=v,
+        qv=qv,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_seqlens=rotary_seqlens,
+        cache_leftpad=cache_leftpad,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        scheduler_metadata=scheduler_metadata,
+    )
+    why += refused(0, attention_chunk=attention_chunk, sm_margin=sm_margin)
+    why += refused(True, rotary_interleaved=rotary_interleaved)
+    if cache_batch_idx is not None:
+        if page_table is not None:
+            why += ("cache_batch_idx selects sequences of an unpaged cache; drop page_table",)
+        elif isinstance(cache_batch_idx, Tensor) and cache_batch_idx.ndim == 1:
+            # A batched cache is a pool whose pages are whole sequences.
+            page_table = cache_batch_idx[:, None]
+        else:
+            page_table = cache_batch_idx
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    return Call(
+        "flash_attn_with_kvcache",
+        Operands(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=cache_seqlens,
+            page_table=page_table,
+            learnable_sink=learnable_sink,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            output_scale=scalar(output_scale, q),
+            out=out,
+        ),
+        Options(
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_left=left,
+            window_right=right,
+            softcap=softcap,
+            max_seqlen_q=max_seqlen_q,
+            num_splits=num_splits,
+            pack_gqa=pack_gqa,
+            deterministic=deterministic,
+            return_lse=return_softmax_lse,
+            out_dtype=out_dtype,
+            fp8_policy=fp8_policy,
+            impl=impl,
+        ),
+        why,
+    )

@@ -1,0 +1,271 @@
+"""The torch custom ops, and the way round them for eager calls.
+
+`forward(call)` is what every public function runs. An eager call on plain tensors goes straight to
+check, plan, run; a compiler, an exporter, a fake or meta tensor or a dispatch mode sees one opaque
+node, `flash_attn_fp8::forward`, whose fake does the same checks on shapes that may be symbolic. An
+op costs tens of microseconds in eager mode, so only those who need one pay.
+
+Registered on import, before any backend is loaded, so that a first call can already be compiled.
+"""
+
+# No `from __future__ import annotations`: torch.library reads the ops' annotations as objects.
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from flash_attn_fp8.call import Call, Operands, Options
+from flash_attn_fp8.checks import problem_of
+from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.plan import Plan, plan_for
+from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.run import execute
+from flash_attn_fp8.target import debug_checks, target_of
+from flash_attn_fp8.values import check_values
+
+_MEMO_LIMIT = 8192
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def forward(call: Call) -> tuple[Tensor, Optional[Tensor]]:
+    """Check, plan and execute a call; (out, lse), lse None unless it was asked for."""
+    if not torch.compiler.is_compiling() and _is_eager(call.operands):
+        return _forward_eager(call)
+    return _forward_through_op(call)
+
+
+def prepare(call: Call) -> tuple[Problem, Plan]:
+    """The problem and plan of an eager call, remembered by the metadata of its tensors.
+
+    Raises:
+        InvalidArguments, Unsupported: see `checks.problem_of`.
+    """
+    key = _metadata(call)
+    found = _memo.get(key)
+    if found is None:
+        problem = problem_of(call)
+        found = problem, plan_for(problem, target_of(call.operands.q.device))
+        if len(_memo) >= _MEMO_LIMIT:
+            _memo.clear()
+        _memo[key] = found
+    return found
+
+
+_memo: dict[Any, tuple[Problem, Plan]] = {}
+
+
+def _metadata(call: Call) -> Any:
+    """All that a problem depends on, hashable; None where an argument is not hashable."""
+    tensors = tuple(
+        None
+        if t is None
+        else (t.dtype, t.shape, t.stride(), t.device, t.requires_grad and torch.is_grad_enabled())
+        if isinstance(t, Tensor)
+        else repr(t)
+        for t in call.operands
+    )
+    try:
+        hash(call.options)
+    except TypeError:  # an unhashable option, which the checks are about to refuse
+        return object()
+    return call.function, tensors, call.options, call.refused
+
+
+def _is_eager(o: Operands) -> bool:
+    if not isinstance(o.q, Tensor):
+        return True  # to be refused
+    return type(o.q) in _PLAIN and not o.q.is_meta and not is_in_torch_dispatch_mode()
+
+
+def _forward_eager(call: Call) -> tuple[Tensor, Optional[Tensor]]:
+    problem, plan = prepare(call)
+    o = call.operands
+    if o.q.device.type == "cpu" or debug_checks():
+        check_values(call, problem)
+    if o.out is not None:
+        _check_overlap(call)
+    out = o.out if o.out is not None else _empty_out(problem, o.q)
+    lse = o.lse if o.lse is not None else _empty_lse(problem, o.q)
+    execute(plan, problem, o, out, lse)
+    return out, lse
+
+
+def _empty_out(problem: Problem, like: Tensor) -> Tensor:
+    dtype = FORMATS[problem.traits.out_format].dtype
+    return torch.empty(problem.out_shape, dtype=dtype, device=like.device)
+
+
+def _empty_lse(problem: Problem, like: Tensor) -> Optional[Tensor]:
+    if not problem.traits.lse:
+        return None
+    return torch.empty(problem.lse_shape, dtype=torch.float32, device=like.device)
+
+
+def _check_overlap(call: Call) -> None:
+    """Refuse an `out` that shares memory with what is still being read."""
+    refusal, o = Refusal(), call.operands
+    if o.out is None:
+        return
+    for name in ("q", "k", "v", "lse"):
+        t = getattr(o, name)
+        if t is not None and _span(t)[0] < _span(o.out)[1] and _span(o.out)[0] < _span(t)[1]:
+            refusal.invalid.append(f"out shares memory with {name}; give it memory of its own")
+    if refusal.reasons:
+        raise refusal.error(str(call))
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """First and one past the last byte that a tensor can touch."""
+    if t.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+# -------------------------------------------------------------------------------- custom ops
+
+
+def _forward_through_op(call: Call) -> tuple[Tensor, Optional[Tensor]]:
+    o, options = call.operands, call.options
+    if call.refused:
+        raise Refusal(unsupported=list(call.refused)).error(call.function)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in o):
+        problem_of(call)  # names the tensors; the op would only fail in a backward pass
+    wants_lse = options.return_lse or o.lse is not None
+    scalars = (
+        options.softmax_scale,
+        options.causal,
+        options.window_left,
+        options.window_right,
+        options.softcap,
+        options.max_seqlen_q,
+        options.max_seqlen_k,
+        options.min_seqlen_k,
+        options.num_splits,
+        options.seqlen_k_per_split,
+        options.pack_gqa,
+        options.deterministic,
+        options.scheduler_metadata,
+        wants_lse,
+        options.out_dtype,
+        None if options.fp8_policy is None else str(options.fp8_policy),
+        options.impl,
+    )
+    tensors = o[: Operands._fields.index("out")]
+    if o.out is not None:
+        lse = o.lse if o.lse is not None or not wants_lse else o.q.new_empty(_lse_shape(o), dtype=torch.float32)
+        _forward_out_op(*tensors, o.out, lse, *scalars)
+        return o.out, lse
+    out, lse = _forward_op(*tensors, *scalars)
+    if o.lse is not None:
+        lse = o.lse.copy_(lse)
+    return out, (lse if wants_lse else None)
+
+
+def _lse_shape(o: Operands) -> tuple[int, ...]:
+    if o.q.ndim == 3:
+        return (o.q.shape[1], o.q.shape[0])
+    return (o.q.shape[0], o.q.shape[2], o.q.shape[1])
+
+
+@torch.library.custom_op("flash_attn_fp8::forward", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    seqused_q: Optional[Tensor],
+    seqused_k: Optional[Tensor],
+    page_table: Optional[Tensor],
+    learnable_sink: Optional[Tensor],
+    q_descale: Optional[Tensor],
+    k_descale: Optional[Tensor],
+    v_descale: Optional[Tensor],
+    output_scale: Optional[Tensor],
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_left: Optional[int],
+    window_right: Optional[int],
+    softcap: float,
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    min_seqlen_k: Optional[int],
+    num_splits: int,
+    seqlen_k_per_split: Optional[int],
+    pack_gqa: Optional[bool],
+    deterministic: bool,
+    scheduler_metadata: bool,
+    return_lse: bool,
+    out_dtype: Optional[torch.dtype],
+    fp8_policy: Optional[str],
+    impl: Optional[str],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse is empty unless return_lse. Arguments: the fields of Operands and Options."""
+    out, lse = _forward_eager(_call_of(locals()))
+    return out, (lse if lse is not None else q.new_empty(0, dtype=torch.float32))
+
+
+@_forward_op.register_fake
+def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _call_of(dict(zip(_FORWARD_ARGUMENTS, args, strict=True)))
+    problem = problem_of(call)
+    out, lse = _empty_out(problem, call.operands.q), _empty_lse(problem, call.operands.q)
+    return out, (lse if lse is not None else call.operands.q.new_empty(0, dtype=torch.float32))
+
+
+@torch.library.custom_op("flash_attn_fp8::forward_out", mutates_args=("out", "lse"))
+def _forward_out_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    seqused_q: Optional[Tensor],
+    seqused_k: Optional[Tensor],
+    page_table: Optional[Tensor],
+    learnable_sink: Optional[Tensor],
+    q_descale: Optional[Tensor],
+    k_descale: Optional[Tensor],
+    v_descale: Optional[Tensor],
+    output_scale: Optional[Tensor],
+    out: Tensor,
+    lse: Optional[Tensor],
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_left: Optional[int],
+    window_right: Optional[int],
+    softcap: float,
+    max_seqlen_q: Optional[int],
+    max_seqlen_k: Optional[int],
+    min_seqlen_k: Optional[int],
+    num_splits: int,
+    seqlen_k_per_split: Optional[int],
+    pack_gqa: Optional[bool],
+    deterministic: bool,
+    scheduler_metadata: bool,
+    return_lse: bool,
+    out_dtype: Optional[torch.dtype],
+    fp8_policy: Optional[str],
+    impl: Optional[str],
+) -> None:
+    """Like `forward`, into `out` and (where it is given) `lse`."""
+    _forward_eager(_call_of(locals()))
+
+
+@_forward_out_op.register_fake
+def _forward_out_fake(*args: Any) -> None:
+    problem_of(_call_of(dict(zip(_FORWARD_OUT_ARGUMENTS, args, strict=True))))
+
+
+_FORWARD_ARGUMENTS = (*Operands._fields[:-2], *Options.__dataclass_fields__)
+_FORWARD_OUT_ARGUMENTS = (*Operands._fields, *Options.__dataclass_fields__)
+
+
+def _call_of(arguments: dict[str, Any]) -> Call:
+    """The call that an op's arguments spell out."""
+    operands = Operands(**{n: a for n, a in arguments.items() if n in Operands._fields})
+    options = Options(**{n: a for n, a in arguments.items() if n in Options.__dataclass_fields__})
+    return Call("torch.ops.flash_attn_fp8.forward", operands, options)

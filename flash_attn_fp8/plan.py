@@ -1,0 +1,132 @@
+"""Problems to plans: which executor runs, with which spec, and how the keys are split.
+
+`plan_for(problem, target)` is pure and memoised: no tensor, no device, no environment. What it
+decided, and what struck the other executors out, is in the plan for `explain` to show.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from torch import Tensor
+
+from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.support import EXECUTORS, reasons_against
+from flash_attn_fp8.target import Target
+
+TILE_M, TILE_N = 128, 128  # the kernels' tile of query rows x keys, which `tiled` mirrors
+
+# Keys per split where the caller asks for batch-invariant results and leaves the number of splits
+# to us: a constant, so that a row's bits depend on nothing but its own keys.
+DETERMINISTIC_KEYS_PER_SPLIT = 2048
+MAX_AUTO_SPLITS = 128  # FA4's cap for its heuristic
+
+
+_Length = TypeVar("_Length", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How each sequence's keys are divided: into `num_splits` equal parts, or by `keys`.
+
+    Parts end on tiles. `keys` set means that the number of parts follows from the length.
+    """
+
+    num_splits: int = 1
+    keys: int | None = None
+
+    def keys_per_split(self, seqlen_k: _Length, tile_n: int) -> _Length:
+        """Keys in each part of a sequence (or of each of a tensor of lengths); whole tiles."""
+        if self.keys is not None:
+            return seqlen_k * 0 + self.keys
+        tiles = -(-seqlen_k // tile_n)
+        return -(-tiles // self.num_splits) * tile_n
+
+    def parts(self, seqlen_k: int) -> int:
+        """Number of parts that cover `seqlen_k` keys."""
+        return self.num_splits if self.keys is None else max(1, -(-seqlen_k // self.keys))
+
+
+@dataclass(frozen=True)
+class TiledSpec:
+    """What the emulation mirrors of a kernel: its tiles, its policy and its accumulator.
+
+    `accumulator` is "fp32", or "sm90_fp8": Hopper's fp8 tensor cores, which keep 13 fraction bits
+    (then `policy.promote_every` matters).
+    """
+
+    policy: Fp8Policy
+    tile_n: int = TILE_N
+    accumulator: str = "fp32"
+
+
+@dataclass(frozen=True)
+class ReferenceSpec:
+    """The definition in fp64; nothing to choose."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run. `rejected` maps the executors passed over to the reasons."""
+
+    impl: str
+    target: Target
+    spec: TiledSpec | ReferenceSpec
+    split: Split
+    pack_gqa: bool
+    scheduler_metadata: bool
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@lru_cache(maxsize=4096)
+def plan_for(problem: Problem, target: Target) -> Plan:
+    """The plan of a problem on a target.
+
+    Raises:
+        Unsupported: the executor that was asked for, or every one, has a reason against it.
+    """
+    asked = problem.request.impl
+    candidates = EXECUTORS if asked is None else (asked,)
+    rejected = []
+    for impl in candidates:
+        reasons = reasons_against(impl, problem, target)
+        if not reasons:
+            return _plan(impl, problem, target, tuple(rejected))
+        rejected.append((impl, reasons))
+    refusal = Refusal(unsupported=[f"impl={impl!r}: {r}" for impl, why in rejected for r in why])
+    raise refusal.error(f"no executor on {target.arch} for this call")
+
+
+def _plan(
+    impl: str, problem: Problem, target: Target, rejected: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Plan:
+    traits, request = problem.traits, problem.request
+    group = traits.q_heads_per_kv_head
+    spec = TiledSpec(traits.policy) if impl == "tiled" else ReferenceSpec()
+    return Plan(
+        impl=impl,
+        target=target,
+        spec=spec,
+        split=_split(problem, target),
+        pack_gqa=group > 1 if request.pack_gqa is None else request.pack_gqa,
+        scheduler_metadata=request.scheduler_metadata and traits.q_layout == "varlen",
+        rejected=rejected,
+    )
+
+
+def _split(problem: Problem, target: Target) -> Split:
+    request, sizes = problem.request, problem.sizes
+    if request.seqlen_k_per_split is not None:
+        return Split(keys=request.seqlen_k_per_split)
+    if request.num_splits:
+        return Split(request.num_splits)
+    if request.deterministic:
+        return Split(keys=DETERMINISTIC_KEYS_PER_SPLIT)
+    m_blocks = -(-sizes.seqlen_q * problem.traits.q_heads_per_kv_head // TILE_M)
+    work = sizes.batch * sizes.nheads_kv * m_blocks
+    n_blocks = max(1, -(-sizes.seqlen_k // TILE_N))
+    return Split(max(1, min(target.sm_count // max(1, work), n_blocks, MAX_AUTO_SPLITS)))

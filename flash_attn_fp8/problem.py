@@ -1,0 +1,122 @@
+"""What a call asks for: a frozen `Problem`, made of traits (which kernel) and sizes (how much).
+
+`checks.py` makes one from a call. Invariant: sizes never choose a kernel; two calls with equal
+traits compile to the same code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from flash_attn_fp8.formats import FORMATS, Format
+from flash_attn_fp8.policy import Fp8Policy
+
+Granularity = Literal["tensor", "head", "batch_head", "token_head"]
+
+
+class Descale(NamedTuple):
+    """Granularity of one operand's scale; q's may be per query head or per KV head."""
+
+    granularity: Granularity
+    per_query_head: bool = False
+
+    @property
+    def per_token(self) -> bool:
+        return self.granularity == "token_head"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What distinguishes kernels. `policy` says how P is made."""
+
+    q_format: str
+    kv_format: str
+    out_format: str
+    head_dim: int
+    head_dim_v: int
+    q_layout: Literal["dense", "varlen"]
+    kv_layout: Literal["dense", "varlen", "paged"]
+    q_heads_per_kv_head: int
+    seqused_q: bool
+    seqused_k: bool
+    bounded_left: bool
+    bounded_right: bool
+    softcap: bool
+    sink: bool
+    q_descale: Descale | None
+    k_descale: Descale | None
+    v_descale: Descale | None
+    output_scale: bool
+    lse: bool
+    policy: Fp8Policy
+
+    @property
+    def p_format(self) -> Format:
+        return self.policy.format
+
+    @property
+    def v_scale_in_exponent(self) -> bool:
+        """Whether per-token V scales are folded into the exponent (fp8 P) or into P (16-bit P)."""
+        return bool(self.v_descale and self.v_descale.per_token and self.p_format.is_fp8)
+
+    @property
+    def kv(self) -> Format:
+        return FORMATS[self.kv_format]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Extents and values; `seqlen_q` and `seqlen_k` are upper bounds over the batch.
+
+    `seqlen_k` is the capacity of one sequence's keys (pages x page size where paged). A window
+    of None is unbounded; causal calls have window_right 0. `total_q`, `total_k` are the lengths of
+    the packed axes of varlen tensors; `num_pages` of a paged pool.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    nheads: int
+    nheads_kv: int
+    softmax_scale: float
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    total_q: int | None = None
+    total_k: int | None = None
+    num_pages: int | None = None
+    page_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """How the caller wants it executed; resolved by the plan."""
+
+    num_splits: int = 1
+    seqlen_k_per_split: int | None = None
+    pack_gqa: bool | None = None
+    deterministic: bool = False
+    scheduler_metadata: bool = True
+    policy_given: bool = False
+    impl: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A checked call: traits, sizes and the caller's wishes about execution."""
+
+    traits: Traits
+    sizes: Sizes
+    request: Request
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        s = self.sizes
+        rows = (s.batch, s.seqlen_q) if s.total_q is None else (s.total_q,)
+        return (*rows, s.nheads, self.traits.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        s = self.sizes
+        return (s.batch, s.nheads, s.seqlen_q) if s.total_q is None else (s.nheads, s.total_q)

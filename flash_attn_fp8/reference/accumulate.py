@@ -1,0 +1,86 @@
+"""Accumulators of P·V: fp32 as on SM100, or with the few bits of SM90's fp8 tensor cores.
+
+Measured on an H200 (docs/numerics.md): q = 0, V = 0.75 gives 0.668, 0.25, 0.0625 at 8k, 32k, 128k
+keys in kernels that accumulate there throughout. That equals, to the digit, aligning the addends of
+each instruction to the largest exponent and keeping 13 fraction bits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.plan import TiledSpec
+
+_FRACTION_BITS = 13
+_KEYS_PER_MMA = 32  # wgmma's K for 8-bit operands
+
+
+class Accumulator(Protocol):
+    """O before normalisation, (n, hk, g, r, dv) in fp32."""
+
+    def rescale(self, factor: Tensor) -> None: ...
+
+    def add(self, p: Tensor, v: Tensor) -> None: ...
+
+    def value(self) -> Tensor: ...
+
+
+def accumulator_for(spec: TiledSpec, shape: tuple[int, ...], device: torch.device) -> Accumulator:
+    """A zeroed accumulator of the kind that the spec mirrors."""
+    zeros = torch.zeros(shape, device=device)
+    if spec.accumulator == "sm90_fp8":
+        return _Sm90Fp8(zeros, spec.policy.promote_every)
+    return _Fp32(zeros)
+
+
+class _Fp32:
+    def __init__(self, zeros: Tensor) -> None:
+        self._acc = zeros
+
+    def rescale(self, factor: Tensor) -> None:
+        self._acc = self._acc * factor[..., None]
+
+    def add(self, p: Tensor, v: Tensor) -> None:
+        self._acc = self._acc + torch.einsum("nhgrs,nhsd->nhgrd", p.double(), v.double()).float()
+
+    def value(self) -> Tensor:
+        return self._acc
+
+
+class _Sm90Fp8:
+    """A narrow accumulator, moved into an fp32 one every `promote_every` keys (None: never)."""
+
+    def __init__(self, zeros: Tensor, promote_every: int | None) -> None:
+        self._promoted, self._narrow = zeros, zeros.clone()
+        self._every, self._keys = promote_every, 0
+
+    def rescale(self, factor: Tensor) -> None:
+        self._promoted = self._promoted * factor[..., None]
+        self._narrow = self._narrow * factor[..., None]
+
+    def add(self, p: Tensor, v: Tensor) -> None:
+        v = v.float()
+        for lo in range(0, p.shape[-1], _KEYS_PER_MMA):
+            keys = slice(lo, lo + _KEYS_PER_MMA)
+            products = torch.einsum("nhgrs,nhsd->nhgrds", p[..., keys], v[:, :, keys])
+            self._narrow = _aligned_sum(torch.cat([products, self._narrow[..., None]], dim=-1))
+            self._keys += _KEYS_PER_MMA
+            if self._every is not None and self._keys >= self._every:
+                self._promote()
+
+    def _promote(self) -> None:
+        self._promoted = self._promoted + self._narrow
+        self._narrow, self._keys = torch.zeros_like(self._narrow), 0
+
+    def value(self) -> Tensor:
+        return self._promoted + self._narrow
+
+
+def _aligned_sum(addends: Tensor) -> Tensor:
+    """Sum over the last dimension, each addend cut to 13 bits below the largest's exponent."""
+    _, exponent = torch.frexp(addends.abs().amax(-1, keepdim=True))
+    quantum = torch.ldexp(torch.ones((), device=addends.device), exponent - 1 - _FRACTION_BITS)
+    return ((addends / quantum).trunc() * quantum).sum(-1)

@@ -1,0 +1,285 @@
+"""The kernels' numerics in plain torch: what a compiled kernel should give, element by element.
+
+Key tiles are visited right to left. Units are log2: x = S * log2(e) where S is the scaled score,
+m the running row maximum of x (it may lag by rescale_threshold), and per tile
+
+    P   = 2 ** (x - m + max_offset)        rounded to P's format, saturating
+    l   = l * a + sum(P * w)               fp32, from the unrounded P
+    l_q = l_q * a + sum(round(P) * w)      fp32, from the rounded P
+    O   = O * a + round(P) @ V
+
+with a = 2 ** (m_old - m) and w = 1. Per-token V scales with fp8 P are folded into the exponent:
+x includes log2(v_scale), which keeps P in range whatever the scales are, and w = 1 / v_scale makes
+l the true sum again. With 16-bit P they multiply P's column instead, after l is taken. At the end
+
+    O / (l or l_q, by policy.row_sum) * v_descale,    LSE = ln 2 * (m - max_offset + log2 l).
+
+Products of codes are summed in fp64 and rounded to fp32 once a tile: fp8 products are then exact,
+so that the result does not depend on how many rows or sequences ride together.
+
+With policy.exp2 = "code" P's code comes straight from the logarithm, and no unrounded P exists:
+l is l_q there, and the LSE carries the error of the codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.call import Operands
+from flash_attn_fp8.formats import Format, saturating_cast
+from flash_attn_fp8.plan import Split, TiledSpec
+from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.reference.accumulate import accumulator_for
+from flash_attn_fp8.reference.blocks import Block, blocks
+from flash_attn_fp8.reference.combine import combine
+from flash_attn_fp8.reference.output import Output
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+_NEG_INF = float("-inf")
+
+# Elements of a score tile that is worked on at once: 8 MiB in fp32, near the caches' size.
+_SCORES_AT_ONCE = 1 << 21
+
+# Share of an octave by which log2 overestimates a code's linear fraction, times the codes of an
+# octave: the shift that centres the error of the linear code (FACTS: 0.35 of 8 codes for e4m3).
+_CODE_SHIFT = 0.35 / 8
+# 2**f - 1 = f - _CURVE f (1 - f) at f = 0, 1/2 and 1.
+_CURVE = 4 * (1.5 - math.sqrt(2))
+
+
+@dataclass(frozen=True)
+class TileStats:
+    """What one visited tile did, handed to an observer: for evidence, never for the result.
+
+    `alive` (n, hk, g, r) marks rows that had a maximum before the tile, `rescaled` those of them
+    whose accumulator was rescaled; `p` (n, hk, g, r, tile) is P before rounding.
+    """
+
+    alive: Tensor
+    rescaled: Tensor
+    p: Tensor
+
+
+Observer = Callable[[TileStats], None]
+
+
+def run(
+    problem: Problem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    spec: TiledSpec,
+    split: Split,
+    observer: Observer | None = None,
+) -> None:
+    """Fill `out` and `lse` (None: not wanted) with what a kernel of this spec would give."""
+    output = Output(operands, problem, out, lse)
+    for block in blocks(operands, problem, _SCORES_AT_ONCE, keys_at_once=spec.tile_n):
+        output.store(block, *attend(block, problem, spec, split, observer))
+    output.finish()
+
+
+def attend(
+    block: Block,
+    problem: Problem,
+    spec: TiledSpec,
+    split: Split,
+    observer: Observer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """O (n, hk, g, r, dv) and LSE (n, hk, g, r) of one block, in fp32."""
+    slots = block.k.shape[2]
+    parts = split.parts(slots)
+    if parts == 1:
+        softmax = _OnlineSoftmax(block, problem, spec, block.sink, observer)
+        softmax.visit_tiles(block.key_lo, block.key_hi)
+        return softmax.finish()
+    # Each sequence splits its own keys, so a row's bits do not depend on its neighbours.
+    per_split = split.keys_per_split(block.seqlens_k, spec.tile_n)
+    shortest, longest = _bounds(per_split, spec.tile_n, split.keys_per_split(slots, spec.tile_n))
+    partials = []
+    for part in range(parts):
+        sink = block.sink if part == 0 else None
+        softmax = _OnlineSoftmax(block, problem, spec, sink, observer)
+        softmax.only_keys = (part * per_split, (part + 1) * per_split)
+        softmax.visit_tiles(
+            max(block.key_lo, part * shortest), min(block.key_hi, (part + 1) * longest)
+        )
+        partials.append(softmax.finish())
+    out, lse = zip(*partials)
+    return combine(torch.stack(out), torch.stack(lse))
+
+
+def _bounds(per_split: Tensor, tile_n: int, of_all_slots: int) -> tuple[int, int]:
+    """Smallest and largest split of a block, without reading a device's memory."""
+    if per_split.device.type == "cpu":
+        return int(per_split.min()), int(per_split.max())
+    return 0, of_all_slots
+
+
+class _OnlineSoftmax:
+    """Running maximum, sums and accumulator of one block over the tiles of one split."""
+
+    def __init__(
+        self,
+        block: Block,
+        problem: Problem,
+        spec: TiledSpec,
+        sink: Tensor | None,
+        observer: Observer | None,
+    ) -> None:
+        self.block, self.problem, self.spec = block, problem, spec
+        self.policy: Fp8Policy = spec.policy
+        self.sink, self.observer = sink, observer
+        self.only_keys: tuple[Tensor, Tensor] | None = None
+        n, hk, g, r, _ = block.q.shape
+        zeros = torch.zeros(n, hk, g, r, device=block.q.device)
+        self.row_max = torch.full_like(zeros, _NEG_INF)
+        self.row_sum = zeros
+        self.row_sum_quantized = zeros.clone()
+        self.acc = accumulator_for(spec, (n, hk, g, r, block.v.shape[-1]), block.q.device)
+        self.q = block.q.double()
+        self.row_scale = self._row_scale()
+
+    def _row_scale(self) -> Tensor:
+        """What multiplies q.k of a row: softmax_scale and every scale constant along the keys."""
+        scale = torch.tensor(
+            [[[[[self.problem.sizes.softmax_scale]]]]], device=self.block.q.device
+        )
+        if self.block.q_scale is not None:
+            scale = scale * self.block.q_scale
+        if self.block.k_scale is not None and not self._per_token("k"):
+            scale = scale * self.block.k_scale[:, :, None, None]
+        return scale
+
+    def _per_token(self, operand: str) -> bool:
+        kind = getattr(self.problem.traits, f"{operand}_descale")
+        return kind is not None and kind.per_token
+
+    def visit_tiles(self, lo: int, hi: int) -> None:
+        """Visit the tiles that cover keys [lo, hi), right to left."""
+        tile_n, slots = self.spec.tile_n, self.block.k.shape[2]
+        for start in reversed(range(lo // tile_n * tile_n, min(hi, slots), tile_n)):
+            self._visit(start, min(start + tile_n, slots))
+
+    def _visit(self, lo: int, hi: int) -> None:
+        x = self._scores(lo, hi)
+        v_scale = None
+        if self._per_token("v") and self.block.v_scale is not None:
+            v_scale = self.block.v_scale[:, :, None, None, lo:hi]
+            if self.problem.traits.v_scale_in_exponent:
+                x = x + torch.log2(v_scale)
+        x = self._mask(x, lo, hi)
+        rescale = self._update_max(x)
+        p = torch.exp2(x - self._finite_max() + self.policy.max_offset)
+        rounded, weight = self._round(x, p, v_scale)
+        exact = rounded * weight if self.policy.exp2 != "exact" else p * self._sum_weight(v_scale)
+        self.row_sum = self.row_sum * rescale + exact.sum(-1)
+        self.row_sum_quantized = self.row_sum_quantized * rescale + (rounded * weight).sum(-1)
+        self.acc.rescale(rescale)
+        self.acc.add(rounded, self.block.v[:, :, lo:hi])
+
+    def _scores(self, lo: int, hi: int) -> Tensor:
+        """x of a tile without V's scale: softcapped scores in log2 units."""
+        k = self.block.k[:, :, lo:hi].double()
+        s = torch.einsum("nhgrd,nhsd->nhgrs", self.q, k).float()
+        if self._per_token("k") and self.block.k_scale is not None:
+            s = s * self.block.k_scale[:, :, None, None, lo:hi]
+        softcap = self.problem.sizes.softcap
+        if softcap:
+            return torch.tanh(s * (self.row_scale / softcap)) * (softcap * LOG2E)
+        return s * (self.row_scale * LOG2E)
+
+    def _mask(self, x: Tensor, lo: int, hi: int) -> Tensor:
+        sizes = self.problem.sizes
+        visible = self.block.visible(lo, hi, sizes.window_left, sizes.window_right)
+        if self.only_keys is not None:
+            key = torch.arange(lo, hi, device=x.device)
+            first, last = (bound[:, None, None, None, None] for bound in self.only_keys)
+            visible = visible & (key >= first) & (key < last)
+        return x.masked_fill(~visible, _NEG_INF)
+
+    def _update_max(self, x: Tensor) -> Tensor:
+        """Raise the running maximum where it lags by more than the threshold; return a."""
+        old, new = self.row_max, torch.maximum(self.row_max, x.amax(-1))
+        lag = torch.where(new.isneginf(), 0.0, new - old)
+        keep = lag <= self.policy.rescale_threshold
+        self.row_max = torch.where(keep, old, new)
+        rescale = torch.where(keep, 1.0, torch.exp2(-lag))
+        if self.observer is not None:
+            alive = ~old.isneginf()
+            finite = self._finite_max()
+            p = torch.exp2(x - finite + self.policy.max_offset)
+            self.observer(TileStats(alive, alive & ~keep, p))
+        return rescale
+
+    def _finite_max(self) -> Tensor:
+        """The maximum to subtract; 0 where a row has seen no key, so that P becomes 2**-inf = 0."""
+        return torch.where(self.row_max.isneginf(), 0.0, self.row_max)[..., None]
+
+    def _sum_weight(self, v_scale: Tensor | None) -> Tensor | float:
+        """w of the exact sum: undoes a V scale that sits in the exponent."""
+        if v_scale is None or not self.problem.traits.v_scale_in_exponent:
+            return 1.0
+        return 1.0 / v_scale
+
+    def _round(
+        self, x: Tensor, p: Tensor, v_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | float]:
+        """P as the tensor core reads it, and the w that makes its sum comparable to l."""
+        fmt = self.policy.format
+        if self.policy.exp2 != "exact":
+            log2_p = x - self._finite_max() + self.policy.max_offset
+            curved = self.policy.exp2 == "code_quadratic"
+            return code_from_log2(log2_p, fmt, curved).float(), self._sum_weight(v_scale)
+        if v_scale is not None and not self.problem.traits.v_scale_in_exponent:
+            return saturating_cast(p * v_scale, fmt).float(), 1.0 / v_scale
+        return saturating_cast(p, fmt).float(), self._sum_weight(v_scale)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Add the sink, normalise, apply V's scale; O and LSE."""
+        top, offset = self.row_max, self.policy.max_offset
+        rescale = torch.ones_like(top)
+        in_sink: Tensor | float = 0.0
+        if self.sink is not None:
+            # A sink far above every score would overflow 2**(sink - m): raise m to it first.
+            sink = self.sink * LOG2E
+            top = torch.maximum(self.row_max, sink)
+            finite = torch.where(top.isneginf(), 0.0, top)
+            rescale = torch.exp2(torch.where(self.row_max.isneginf(), 0.0, self.row_max) - finite)
+            in_sink = torch.exp2(sink - finite + offset)
+        exact = self.row_sum * rescale + in_sink
+        used = self.row_sum if self.policy.row_sum == "exact" else self.row_sum_quantized
+        total = used * rescale + in_sink
+        out = self.acc.value() * (rescale / torch.where(total == 0, 1.0, total))[..., None]
+        if self.block.v_scale is not None and not self._per_token("v"):
+            out = out * self.block.v_scale[:, :, None, None]
+        lse = torch.where(exact == 0, _NEG_INF, LN2 * (top - offset + torch.log2(exact)))
+        return out, lse
+
+
+def code_from_log2(log2_p: Tensor, fmt: Format, curved: bool) -> Tensor:
+    """P in an fp8 format straight from its logarithm: an fp8 bit pattern is nearly linear in log2.
+
+    code = round(2**mantissa_bits * (log2 P + bias) - shift), clamped to [0, largest]; `curved`
+    replaces the shift by a quadratic correction of the fraction. Below the normal range the map no
+    longer holds: P there comes out smaller than it is, and 0 from 2**-bias on.
+    """
+    octaves = log2_p + fmt.exponent_bias
+    codes_per_octave = 2**fmt.mantissa_bits
+    if curved:
+        fraction = octaves - octaves.floor()
+        code = codes_per_octave * (octaves - _CURVE * fraction * (1 - fraction))
+    else:
+        code = codes_per_octave * (octaves - _CODE_SHIFT)
+    largest = torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8)
+    # -inf (a masked key) has no fraction: its code is NaN above and 0 here.
+    code = code.nan_to_num(nan=0.0, neginf=0.0).round().clamp(0, int(largest))
+    return code.to(torch.uint8).view(fmt.dtype)

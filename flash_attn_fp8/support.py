@@ -1,0 +1,54 @@
+"""What runs where, as rules: each a sentence that says why an executor cannot take a problem.
+
+`plan_for` asks them, `explain` prints them, and the support table of the docs and of
+`flash-attn-fp8 support` is generated from them; there is no second copy in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.target import Target
+
+# In order of preference where the caller leaves the choice open.
+EXECUTORS = ("cute", "tiled", "reference", "sim")
+
+Rule = Callable[[Problem, Target], str | None]
+
+
+def _no_kernels(problem: Problem, target: Target) -> str | None:
+    if not target.is_gpu:
+        return "needs a CUDA device; the tensors are on the CPU"
+    return f"this version has no compiled kernel for {target.arch}"
+
+
+def _no_simulator(problem: Problem, target: Target) -> str | None:
+    return "this version has no simulator"
+
+
+def _reference_has_no_policy(problem: Problem, target: Target) -> str | None:
+    if problem.request.policy_given:
+        return "it keeps P exact, so fp8_policy would have no effect; use impl='tiled'"
+    return None
+
+
+def _reference_does_not_split(problem: Problem, target: Target) -> str | None:
+    request = problem.request
+    if request.num_splits > 1 or request.seqlen_k_per_split is not None:
+        return "it does not split the keys; use impl='tiled', or num_splits=1"
+    return None
+
+
+_RULES: dict[str, tuple[Rule, ...]] = {
+    "cute": (_no_kernels,),
+    "sim": (_no_simulator,),
+    "tiled": (),
+    "reference": (_reference_has_no_policy, _reference_does_not_split),
+}
+
+
+def reasons_against(impl: str, problem: Problem, target: Target) -> tuple[str, ...]:
+    """Why `impl` cannot execute `problem` on `target`; empty where it can."""
+    found = (rule(problem, target) for rule in _RULES[impl])
+    return tuple(reason for reason in found if reason)

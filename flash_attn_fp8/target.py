@@ -1,0 +1,59 @@
+"""What executes: a device as the planner sees it. The package's environment is read here."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from flash_attn_fp8.errors import InvalidArguments
+
+# SM counts of the parts that the names stand for, used where no device is present to ask
+# (H200 SXM: 132, read off the device; B200: 148, NVIDIA's product brief).
+_NAMED_SM_COUNT = {"sm_90a": 132, "sm_100a": 148}
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture (`cpu`, `sm_90a`, `sm_100a`, ...) and its number of SMs."""
+
+    arch: str
+    sm_count: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.arch != "cpu"
+
+
+CPU = Target("cpu")
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a tensor's device; meta and CPU tensors are planned for the CPU."""
+    if device.type != "cuda":
+        return CPU
+    props = torch.cuda.get_device_properties(device)
+    suffix = "a" if props.major >= 9 else ""
+    return Target(f"sm_{props.major}{props.minor}{suffix}", props.multi_processor_count)
+
+
+def target_named(name: str) -> Target:
+    """`cpu`, `sm_100a`, or `sm_100a:4` for a chosen number of SMs.
+
+    Raises:
+        InvalidArguments: the name is none of these.
+    """
+    match = re.fullmatch(r"(cpu|sm_\d+[af]?)(?::(\d+))?", name)
+    if match is None:
+        raise InvalidArguments(
+            f"target={name!r} is no architecture; write cpu, sm_90a, sm_100a, or sm_100a:SMS"
+        )
+    arch, count = match.groups()
+    return Target(arch, int(count) if count else _NAMED_SM_COUNT.get(arch, 1))
+
+
+def debug_checks() -> bool:
+    """FLASH_ATTN_FP8_DEBUG=1: check values on CUDA too (costs a host synchronisation a call)."""
+    return os.environ.get("FLASH_ATTN_FP8_DEBUG", "0") not in ("", "0")

@@ -1,0 +1,203 @@
+"""Error budgets that are computed from the call, never chosen.
+
+For a call whose P is rounded as its policy says, two bounds are derived from the exact attention
+(`impl="reference"`):
+
+* element by element, a rigorous one. P_j carries a relative error of at most the format's unit
+  roundoff u, or an absolute one of 2**tail_log2 of the row's largest weight where it flushes, so
+
+      |O - O*| <= c * sum_j max(u p_j, 2**tail p_max) |v_j|,   c = 1 (exact sum) or 2 (quantised),
+
+  plus fp32 and output rounding;
+* in the l2 norm, a sharp one: the error of a one-shot low-precision model that rounds P once under
+  the final maximum, taken at its worst over the lags that the threshold allows.
+
+This is the only module of the tests that may hold tolerances.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.call import Call
+from flash_attn_fp8.checks import problem_of
+from flash_attn_fp8.formats import FORMATS, saturating_cast
+from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.reference.blocks import Block, blocks
+from flash_attn_fp8.reference.output import Output
+
+FP32_EPS = 2.0**-23
+# Roundings of fp32 on the way from a score to an output: scale, subtract, exponential (2 ulp),
+# product, the tree of the sums, the final division. Counted generously; u of e4m3 is 2**-4.
+FP32_STEPS = 32
+# The one-shot model shares the data, not the rounding errors, of what it budgets for: on the
+# smallest cases (64 rows) two such errors differ by up to a tenth.
+L2_SLACK = 1.1
+LAGS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Exact results of a call and the errors it may have. Shapes as the call's outputs."""
+
+    out: Tensor
+    lse: Tensor
+    bound: Tensor
+    lse_bound: Tensor
+    rel_l2: float
+
+
+def budget_of(call: Call) -> Budget:
+    """Derive the budget of a call from its own operands and policy."""
+    call = call._replace(
+        options=replace(call.options, out_dtype=torch.float32, return_lse=True, impl=None),
+        operands=call.operands._replace(out=None, lse=None, output_scale=None),
+    )
+    problem = problem_of(call)
+    fields = {name: _empty(problem) for name in ("out", "bound", *map(str, LAGS))}
+    lse, lse_bound = _empty_lse(problem), _empty_lse(problem)
+    writers = {name: Output(call.operands, problem, t, lse) for name, t in fields.items()}
+    writers["bound"] = Output(call.operands, problem, fields["bound"], lse_bound)
+    for block in blocks(call.operands, problem, 1 << 22, keys_at_once=None):
+        exact = _Exact.of(block, problem)
+        writers["out"].store(block, exact.out, exact.lse)
+        writers["bound"].store(block, exact.bound(), exact.lse_bound())
+        for lag in LAGS:
+            writers[str(lag)].store(block, exact.one_shot(lag), exact.lse)
+    for writer in writers.values():
+        writer.finish()
+    norm = float(fields["out"].norm()) or 1.0
+    worst = max(float((fields[str(lag)] - fields["out"]).norm()) for lag in LAGS)
+    return Budget(fields["out"], lse, fields["bound"], lse_bound, worst / norm)
+
+
+def assert_within_budget(call: Call, out: Tensor, lse: Tensor | None = None) -> Budget:
+    """Check a call's results against its budget; returns it for further checks."""
+    budget = budget_of(call)
+    rounding = FORMATS[_format_name(out)].unit_roundoff
+    scale = call.operands.output_scale
+    got = out.float() if scale is None else out.float() * scale.float()
+    assert torch.isfinite(got).all(), "the output holds NaN or infinity"
+    error = (got - budget.out).abs()
+    allowed = budget.bound + rounding * (budget.out.abs() + budget.bound)
+    if FORMATS[_format_name(out)].is_fp8:
+        step = 2.0 ** FORMATS[_format_name(out)].flush_log2
+        allowed = allowed + step * (1.0 if scale is None else float(scale))
+    worst = int((error - allowed).flatten().argmax()) if error.numel() else 0
+    assert bool((error <= allowed).all()), (
+        f"element {worst}: error {error.flatten()[worst]:.3g} > bound {allowed.flatten()[worst]:.3g}"
+    )
+    rel_l2 = float(error.norm()) / (float(budget.out.norm()) or 1.0)
+    limit = L2_SLACK * budget.rel_l2 + rounding + FP32_STEPS * FP32_EPS
+    assert rel_l2 <= limit, f"rel_l2 {rel_l2:.4g} > budget {limit:.4g}"
+    if lse is not None:
+        assert_lse(lse, budget)
+    return budget
+
+
+def assert_lse(lse: Tensor, budget: Budget) -> None:
+    """The LSE never feels P's rounding: only fp32's."""
+    assert lse.dtype == torch.float32
+    empty = budget.lse.isneginf()
+    assert torch.equal(lse.isneginf(), empty), "rows without keys must have lse -inf, others not"
+    error = torch.where(empty, 0.0, (lse - budget.lse).abs())
+    assert bool((error <= budget.lse_bound).all()), f"lse off by {float(error.max()):.3g}"
+
+
+def rel_l2(actual: Tensor, exact: Tensor) -> float:
+    """||actual - exact|| / ||exact||."""
+    return float((actual.float() - exact.float()).norm()) / (float(exact.float().norm()) or 1.0)
+
+
+def _format_name(out: Tensor) -> str:
+    return next(f.name for f in FORMATS.values() if f.dtype == out.dtype)
+
+
+def _empty(problem: Problem) -> Tensor:
+    return torch.empty(problem.out_shape)
+
+
+def _empty_lse(problem: Problem) -> Tensor:
+    return torch.empty(problem.lse_shape)
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """One block's attention in fp64, with what the bounds need."""
+
+    problem: Problem
+    x: Tensor  # natural-log scores, (n, hk, g, r, s)
+    lse: Tensor
+    p: Tensor
+    v: Tensor  # dequantised, (n, hk, s, dv)
+    v_scale: Tensor | None  # (n, hk, 1, 1, s) where it sits in P, else None
+    sink: Tensor | None
+
+    @classmethod
+    def of(cls, block: Block, problem: Problem) -> _Exact:
+        s = problem.sizes
+        q = block.q.double() if block.q_scale is None else block.q.double() * block.q_scale.double()
+        k, v = block.k.double(), block.v.double()
+        if block.k_scale is not None:
+            k = k * block.k_scale.double()[..., None]
+        if block.v_scale is not None:
+            v = v * block.v_scale.double()[..., None]
+        x = torch.einsum("nhgrd,nhsd->nhgrs", q, k) * s.softmax_scale
+        if s.softcap:
+            x = s.softcap * torch.tanh(x / s.softcap)
+        visible = block.visible(0, k.shape[2], s.window_left, s.window_right)
+        x = x.masked_fill(~visible, -math.inf)
+        lse = torch.logsumexp(x, -1)
+        if block.sink is not None:
+            lse = torch.logaddexp(lse, block.sink.double())
+        p = torch.exp(x - lse.nan_to_num(neginf=0.0)[..., None])
+        traits = problem.traits
+        in_p = traits.v_descale is not None and traits.v_descale.per_token
+        v_scale = block.v_scale.double()[:, :, None, None] if in_p else None  # type: ignore[union-attr]
+        sink = None if block.sink is None else block.sink.double()
+        return cls(problem, x, lse, p, v, v_scale, sink)
+
+    @property
+    def out(self) -> Tensor:
+        return torch.einsum("nhgrs,nhsd->nhgrd", self.p, self.v)
+
+    def bound(self) -> Tensor:
+        policy = self.problem.traits.policy
+        weight = self.p if self.v_scale is None else self.p * self.v_scale
+        top = weight.amax(-1, keepdim=True) if weight.shape[-1] else weight.sum(-1, keepdim=True)
+        floor = 2.0**policy.tail_log2 * top
+        floor = floor if self.v_scale is None else floor / self.v_scale
+        error = torch.maximum(policy.format.unit_roundoff * self.p, floor) * (self.p > 0)
+        error = error + FP32_STEPS * FP32_EPS * (1 + self.x.abs().nan_to_num(posinf=0.0)) * self.p
+        factor = 1.0 if policy.row_sum == "exact" else 2.0
+        u = policy.format.unit_roundoff
+        return factor / (1 - u) * torch.einsum("nhgrs,nhsd->nhgrd", error, self.v.abs())
+
+    def lse_bound(self) -> Tensor:
+        size = self.x.abs().nan_to_num(posinf=0.0)
+        largest = size.amax(-1) if size.shape[-1] else size.sum(-1)
+        return FP32_STEPS * FP32_EPS * (1 + largest + self.lse.abs().nan_to_num(posinf=0.0))
+
+    def one_shot(self, lag: float) -> Tensor:
+        """Attention with P rounded once, under a maximum that lags by a share of the threshold."""
+        policy = self.problem.traits.policy
+        x = self.x * math.log2(math.e)
+        scale = self.v_scale if self.v_scale is not None else torch.ones(1, 1, 1, 1, 1)
+        x = x + torch.log2(scale.double())
+        top = x.amax(-1, keepdim=True) if x.shape[-1] else x.sum(-1, keepdim=True)
+        top = top.nan_to_num(neginf=0.0) - lag * policy.rescale_threshold
+        p = torch.exp2(x - top + policy.max_offset)
+        rounded = saturating_cast(p.float(), policy.format).double()
+        used = rounded if policy.row_sum == "quantized" else p
+        total = (used / scale).sum(-1, keepdim=True)
+        if self.sink is not None:
+            total = total + torch.exp2(
+                self.sink[..., None] * math.log2(math.e) - top + policy.max_offset
+            )
+        v = self.v if self.v_scale is None else self.v / self.v_scale[:, :, 0, 0, :, None]
+        out = torch.einsum("nhgrs,nhsd->nhgrd", rounded, v)
+        return out / torch.where(total == 0, 1.0, total)

@@ -1,0 +1,24 @@
+"""What may exceed a limit, by name, with the reason. An entry that is not needed any more fails.
+
+`path` is from the root; a function is `path::Class.function`.
+"""
+
+PUBLIC = "the list of keywords is the ecosystem's (FA4's names), and so is its length"
+
+# Up to 800 lines instead of 600.
+LONG_FILES: dict[str, str] = {}
+
+# Up to 250 lines instead of 120.
+LONG_FUNCTIONS = {
+    "flash_attn_fp8/api.py::flash_attn_func": PUBLIC,
+    "flash_attn_fp8/api.py::flash_attn_varlen_func": PUBLIC,
+    "flash_attn_fp8/kvcache.py::flash_attn_with_kvcache": PUBLIC,
+}
+
+# Modules whose functions may take more than 8 parameters.
+WIDE_MODULES = {
+    "flash_attn_fp8/api.py": PUBLIC,
+    "flash_attn_fp8/kvcache.py": PUBLIC,
+    "flash_attn_fp8/ops.py": "a torch op takes tensors and numbers one by one, never a record",
+    "tests/data.py": "one keyword for each axis and format of a random case, all with defaults",
+}

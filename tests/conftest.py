@@ -9,7 +9,9 @@ EXECUTORS = ("reference", "tiled")  # simulated and compiled kernels join here b
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--sweep", choices=("sample", "full"), default="sample", help="see tests/sweep")
+    parser.addoption(
+        "--sweep", choices=("sample", "full"), default="sample", help="see tests/sweep"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -96,7 +96,9 @@ def paged(x: Tensor, page_size: int, seed: int = 0, spare: int = 3) -> tuple[Ten
     order = torch.randperm(batch * per_seq + spare, generator=g)[: batch * per_seq]
     table = order.reshape(batch, per_seq).to(torch.int32)
     pool = torch.full(
-        (batch * per_seq + spare, page_size, *x.shape[2:], x.element_size()), 0x7F, dtype=torch.uint8
+        (batch * per_seq + spare, page_size, *x.shape[2:], x.element_size()),
+        0x7F,
+        dtype=torch.uint8,
     ).view(x.dtype)[..., 0]
     padded = x.new_zeros(batch, per_seq * page_size, *x.shape[2:])
     padded.view(torch.uint8)[:, :seqlen] = x.contiguous().view(torch.uint8)

@@ -1,0 +1,112 @@
+"""One case of the sweep on one executor: run, compare with the definition, return the numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_attn_fp8 as fa
+from flash_attn_fp8.call import Operands
+from tests.budget import FP32_EPS, FP32_STEPS, Budget, budget_of, check_within, rel_l2
+from tests.data import Inputs, normal
+from tests.sweep.grid import HEADS, Case
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one case measured: errors against the definition in fp64, and the error's budget."""
+
+    rel_l2: float
+    budget: float
+    lse_error: float
+
+
+def run(case: Case, impl: str, device: str = "cpu") -> Outcome:
+    """Run `case` on `impl`, and raise AssertionError where a result leaves its budget."""
+    prepared = _prepare(case, device)
+    # The definition does not split: `reference` proves everything else about those cases.
+    splits = 1 if impl == "reference" else case.num_splits
+    inputs, kwargs = prepared.inputs, prepared.kwargs
+    out, lse = fa.flash_attn_func(
+        inputs.q, inputs.k, inputs.v, num_splits=splits, impl=impl, **kwargs
+    )
+    check_within(prepared.budget, out, lse)
+    return Outcome(
+        rel_l2(out, prepared.budget.out),
+        prepared.budget.rel_l2,
+        float((lse - prepared.budget.lse).nan_to_num(nan=0.0).abs().max()),
+    )
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    inputs: Inputs
+    kwargs: dict[str, Any]
+    budget: Budget
+
+
+@lru_cache(maxsize=2)  # the executors of one case run after one another
+def _prepare(case: Case, device: str) -> _Prepared:
+    """Inputs and budget of a case; the budget's exact results are checked on the way."""
+    inputs = normal(
+        batch=case.batch,
+        seqlen_q=case.seqlens[0],
+        seqlen_k=case.seqlens[1],
+        nheads=HEADS[case.heads][0],
+        nheads_kv=HEADS[case.heads][1],
+        d=case.head_dims[0],
+        dv=case.head_dims[1],
+        fmt=case.fmt,
+        device=device,
+    )
+    sink = torch.linspace(-1, 2, inputs.q.shape[2], device=device) if case.sink else None
+    kwargs = dict(
+        causal=case.mask == "causal",
+        window_size=case.window,
+        learnable_sink=sink,
+        pack_gqa=case.pack_gqa,
+        return_lse=True,
+        **inputs.scales,
+    )
+    call = fa.flash_attn_func.describe_call(inputs.q, inputs.k, inputs.v, **kwargs)
+    budget = budget_of(call)
+    exact, exact_lse = definition(call.operands, case)
+    assert rel_l2(budget.out, exact) <= FP32_STEPS * FP32_EPS, "the reference left the definition"
+    assert torch.equal(budget.lse.isneginf(), exact_lse.isneginf())
+    return _Prepared(inputs, kwargs, budget)
+
+
+def definition(o: Operands, case: Case) -> tuple[Tensor, Tensor]:
+    """Attention of a dense case spelled out in fp64: no blocks, no tiles, no shared code."""
+    group = o.q.shape[2] // o.k.shape[2]
+    q = o.q.double() * _per_head(o.q_descale, o.q.shape[2])
+    k = (o.k.double() * _per_head(o.k_descale, o.k.shape[2])).repeat_interleave(group, dim=2)
+    v = (o.v.double() * _per_head(o.v_descale, o.v.shape[2])).repeat_interleave(group, dim=2)
+    s = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(o.q.shape[-1])
+    sq, sk = case.seqlens
+    row = torch.arange(sq, device=s.device)[:, None]
+    ahead = torch.arange(sk, device=s.device)[None] - (row + sk - sq)
+    left, right = case.window
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if case.mask == "causal":
+        hidden |= ahead > 0
+    if left is not None and right is not None:
+        hidden |= (ahead < -left) | (ahead > right)
+    s = s.masked_fill(hidden, -math.inf)
+    if o.learnable_sink is not None:
+        logit = o.learnable_sink.double()[None, :, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, logit], dim=-1)
+    lse = torch.logsumexp(s, -1)
+    p = torch.exp(s - torch.where(lse.isneginf(), 0.0, lse)[..., None])[..., :sk]
+    return (p @ v.transpose(1, 2)).transpose(1, 2).float(), lse.float()
+
+
+def _per_head(descale: Tensor, heads: int) -> Tensor:
+    """(batch, KV heads) to (batch, 1, heads, 1)."""
+    spread = descale.double().repeat_interleave(heads // descale.shape[1], dim=1)
+    return spread[:, None, :, None]

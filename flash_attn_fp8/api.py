@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_fp8.call import Call, Operands, Options
-from flash_attn_fp8.entry import Result, Window, bounds, public, refused, scalar
+from flash_attn_fp8.entry import Window, bounds, public, refused, scalar
 from flash_attn_fp8.policy import Fp8Policy
 
 
@@ -212,7 +212,7 @@ def flash_attn_varlen_func(
             nheads_kv, head_dim[_v]) with page_table; else (batch, seqlen_k, nheads_kv, ...).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32: sequence b's rows are those from
             cu_seqlens[b] to cu_seqlens[b + 1].
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, which spare a GPU from reading them.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths; they spare a GPU from reading.
         min_seqlen_k: lower bound of the key lengths; checked, and of no other use here.
         seqused_q, seqused_k: (batch,) int32: rows and keys in use, from each sequence's start.
             Slots past them are never read. Rows past seqused_q come out as 0 with lse -inf.
@@ -359,7 +359,7 @@ def _flash_attn_fwd(
         (out, lse), lse None unless return_lse or `lse` asks for it. FA4 returns further tensors
         after these two, which belong to its MLA kernels.
     """
-    call = flash_attn_varlen_func.describe_call(  # type: ignore[attr-defined]
+    call: Call = flash_attn_varlen_func.describe_call(  # type: ignore[attr-defined]
         q,
         k,
         v,

@@ -6,7 +6,6 @@ executing take that one object.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,9 +35,11 @@ class Operands(NamedTuple):
     lse: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Options:
-    """Everything of a call that is not a tensor. Hashable; equal options mean equal requests."""
+class Options(NamedTuple):
+    """Everything of a call that is not a tensor. Equal options mean equal requests.
+
+    A tuple, not a dataclass: one is made and hashed in every call, on the way to a kernel.
+    """
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -76,17 +77,25 @@ class Call(NamedTuple):
         ]
         default = Options()
         shown += [
-            f"{name}={_literal(value)}"
-            for name, value in vars(self.options).items()
-            if value != getattr(default, name)
+            f"{name}={literal(value)}"
+            for name, value in self.options._asdict().items()
+            if not _is_default(value, getattr(default, name))
         ]
+        shown += [reason.partition(": ")[0] for reason in self.refused]
         return f"{self.function}({', '.join(shown)})"
 
 
-def _literal(value: object) -> str:
+def _is_default(value: object, default: object) -> bool:
+    """Equality that no tensor or array passed by mistake can make ambiguous."""
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def literal(value: object) -> str:
     """A value as a literal that `explain.parse_call` reads back."""
+    if isinstance(value, Tensor):
+        return describe(value)
     if isinstance(value, torch.dtype):
-        return repr(dtype_name(value))
+        return dtype_name(value)
     return repr(str(value)) if isinstance(value, Fp8Policy) else repr(value)
 
 

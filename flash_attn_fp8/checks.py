@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.call import Call, Operands, Options, describe
+from flash_attn_fp8.call import Call, Operands, Options, describe, literal
 from flash_attn_fp8.check_scales import output_descale, scale_granularities
-from flash_attn_fp8.errors import InvalidArguments, Refusal
+from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Refusal
 from flash_attn_fp8.formats import BF16, E4M3, E5M2, FP16, FP32, INT8, Format, dtype_name, format_of
 from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
 from flash_attn_fp8.problem import Problem, Request, Sizes, Traits
@@ -42,8 +42,14 @@ def problem_of(call: Call) -> Problem:
     """
     problem, refusal = examine(call)
     if problem is None:
-        raise refusal.error(str(call), repro=f"flash-attn-fp8 explain {str(call)!r}")
+        raise refusal_of(call, refusal)
     return problem
+
+
+def refusal_of(call: Call, refusal: Refusal) -> FlashAttnFp8Error:
+    """The exception for a call that `explain` would refuse too."""
+    repro = f"flash-attn-fp8 explain {str(call)!r}" if refusal.shows_in_text else None
+    return refusal.error(str(call), repro)
 
 
 def examine(call: Call) -> tuple[Problem | None, Refusal]:
@@ -61,12 +67,12 @@ def examine(call: Call) -> tuple[Problem | None, Refusal]:
     if formats is None:
         return None, refusal
     policy = _policy(call.options, formats, refusal)
+    out_format = _out_format(call, formats, refusal)
+    output_descale(call.operands, out_format, refusal)
     if layout is None:
         return None, refusal
     sizes = _sizes(call, layout, window, refusal)
-    traits = _traits(call, layout, formats, window, policy, refusal)
-    if traits is None or refusal.reasons:
-        return None, refusal
+    traits = _traits(call, layout, (formats, out_format), window, policy, refusal)
     problem = Problem(traits, sizes, request)
     _check_buffers(call.operands, problem, refusal)
     return (None if refusal.reasons else problem), refusal
@@ -79,6 +85,7 @@ def _are_tensors(call: Call, refusal: Refusal) -> bool:
             continue
         if not isinstance(value, Tensor):
             refusal.invalid.append(f"{name} must be a torch.Tensor, got {describe(value)}")
+            refusal.shows_in_text = False
     return not refusal.invalid
 
 
@@ -87,12 +94,14 @@ def _check_autograd_and_devices(o: Operands, refusal: Refusal) -> None:
     if torch.is_grad_enabled():
         needing = [name for name, t in tensors.items() if t.requires_grad]
         if needing:
+            refusal.shows_in_text = False
             refusal.unsupported.append(
                 f"{', '.join(needing)} require grad: this package is forward only; call it under "
                 f"torch.no_grad() or detach them"
             )
     elsewhere = {n: str(t.device) for n, t in tensors.items() if t.device != o.q.device}
     if elsewhere:
+        refusal.shows_in_text = False
         refusal.invalid.append(
             f"q is on {o.q.device}, but {', '.join(f'{n} on {d}' for n, d in elsewhere.items())}; "
             f"all tensors must be on one device"
@@ -274,9 +283,10 @@ class _Formats:
 
 
 def _formats(o: Operands, refusal: Refusal) -> _Formats | None:
-    q, k, v = (format_of(t.dtype) for t in (o.q, o.k, o.v))
-    names = ", ".join(f"{n}={dtype_name(t.dtype)}" for n, t in zip("qkv", (o.q, o.k, o.v)))
-    if k is None or v is None or k is not v:
+    q, k = (format_of(t.dtype) for t in (o.q, o.k))
+    named = zip("qkv", (o.q, o.k, o.v), strict=True)
+    names = ", ".join(f"{name}={dtype_name(t.dtype)}" for name, t in named)
+    if o.k.dtype != o.v.dtype:
         refusal.invalid.append(f"k and v must have one dtype, got {names}")
         return None
     allowed = {
@@ -285,7 +295,7 @@ def _formats(o: Operands, refusal: Refusal) -> _Formats | None:
         BF16: (BF16, E4M3, E5M2, INT8),
         FP16: (FP16, E4M3, E5M2, INT8),
     }
-    if q not in allowed or k not in allowed[q]:
+    if q is None or k is None or k not in allowed.get(q, ()):
         refusal.invalid.append(
             f"{names} is no supported mix: q, k and v all e4m3, e5m2, bf16 or fp16, or bf16/fp16 "
             f"q over e4m3, e5m2 or int8 k and v (torch.uint8 codes: use .view(dtype))"
@@ -320,11 +330,14 @@ def _window(options: Options, refusal: Refusal) -> tuple[int | None, int | None]
     """(left, right) with None for unbounded and a right bound of 0 for causal calls."""
     left, right = options.window_left, options.window_right
     for side, value in (("left", left), ("right", right)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            refusal.invalid.append(f"window_size {side}={value!r} must be an int or None")
+        if isinstance(value, str):  # see `entry.bounds`
+            refusal.invalid.append(f"window_size: {value}; write (left, right)")
             return None, None
-    one_sided = (left == -1) != (right == -1)
-    if one_sided and not options.causal:
+        if value is not None and not _is_int(value):
+            refusal.invalid.append(f"window_size {side}={literal(value)} must be an int or None")
+            return None, None
+    one_sided = bool(left == -1) != bool(right == -1)  # bool: a bound may be symbolic
+    if one_sided and options.causal is not True:
         refusal.invalid.append(
             f"window_size=({left}, {right}) with causal=False: -1 means 'unlimited' in FA2 and FA3 "
             f"and 'up to the key before the query' in FA4; write None for unlimited, or causal=True"
@@ -338,28 +351,33 @@ def _window(options: Options, refusal: Refusal) -> tuple[int | None, int | None]
                 f"window_size {side}={value}: negative bounds mean 'unlimited' in FA2 and FA3 and "
                 f"an offset in FA4; write None for unlimited, or a bound >= 0"
             )
-    return left, (0 if options.causal else right)
+    return left, (0 if options.causal is True else right)
 
 
 def _check_scalars(options: Options, refusal: Refusal) -> None:
     scale = options.softmax_scale
     if scale is not None and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
         refusal.invalid.append(
-            f"softmax_scale={scale!r} must be a positive finite number (negate q for a negative one)"
+            f"softmax_scale={literal(scale)} must be a positive finite number "
+            f"(negate q for a negative one)"
         )
     softcap = options.softcap
     if not (_is_number(softcap) and math.isfinite(softcap) and softcap >= 0):
-        refusal.invalid.append(f"softcap={softcap!r} must be a finite number >= 0; 0 means none")
+        refusal.invalid.append(
+            f"softcap={literal(softcap)} must be a finite number >= 0; 0 means none"
+        )
     for name in ("causal", "deterministic", "return_lse"):
         if not isinstance(getattr(options, name), bool):
-            refusal.invalid.append(f"{name}={getattr(options, name)!r} must be True or False")
-    if options.pack_gqa not in (None, True, False):
-        refusal.invalid.append(f"pack_gqa={options.pack_gqa!r} must be True, False or None")
+            shown = literal(getattr(options, name))
+            refusal.invalid.append(f"{name}={shown} must be True or False")
+    if not (options.pack_gqa is None or isinstance(options.pack_gqa, bool)):
+        refusal.invalid.append(f"pack_gqa={literal(options.pack_gqa)} must be True, False or None")
     for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
         value = getattr(options, name)
         if value is not None and not (_is_int(value) and value >= 0):
             refusal.invalid.append(
-                f"{name}={value!r} must be an int >= 0 (a tensor would cost a synchronisation)"
+                f"{name}={literal(value)} must be an int >= 0 (a tensor would cost a "
+                f"synchronisation)"
             )
 
 
@@ -367,15 +385,17 @@ def _request(call: Call, refusal: Refusal) -> Request:
     o = call.options
     if not (_is_int(o.num_splits) and 0 <= o.num_splits <= MAX_SPLITS):
         refusal.invalid.append(
-            f"num_splits={o.num_splits!r} must be an int from 0 (chosen for you) to {MAX_SPLITS}"
+            f"num_splits={literal(o.num_splits)} must be an int from 0 (chosen for you) to "
+            f"{MAX_SPLITS}"
         )
     per_split = o.seqlen_k_per_split
     if per_split is not None:
         if not (_is_int(per_split) and per_split > 0 and per_split % SPLIT_MULTIPLE == 0):
             refusal.invalid.append(
-                f"seqlen_k_per_split={per_split!r} must be a positive multiple of {SPLIT_MULTIPLE}"
+                f"seqlen_k_per_split={literal(per_split)} must be a positive multiple of "
+                f"{SPLIT_MULTIPLE}"
             )
-        if o.num_splits not in (0, 1):
+        elif o.num_splits not in (0, 1):
             refusal.invalid.append(
                 f"num_splits={o.num_splits} and seqlen_k_per_split={per_split} exclude each other"
             )
@@ -406,8 +426,8 @@ def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
             return default
     if not isinstance(given, Fp8Policy):
         refusal.invalid.append(
-            f"fp8_policy={given!r} must be an Fp8Policy, a name ({', '.join(POLICIES[p_format])}) "
-            f"or None"
+            f"fp8_policy={literal(given)} must be an Fp8Policy, a name "
+            f"({', '.join(POLICIES[p_format])}) or None"
         )
         return default
     if given.p_format != p_format:
@@ -440,13 +460,14 @@ def _sizes(
         num_pages, page_size = o.k.shape[0], o.k.shape[1]
         capacity = o.page_table.shape[1] * page_size  # type: ignore[union-attr]
     seqlen_k = capacity
-    if options.max_seqlen_k is not None and layout.kv != "dense":
-        if layout.kv == "paged" and options.max_seqlen_k > capacity:
+    _check_fixed_lengths(o, options, layout, seqlen_q, capacity, refusal)
+    if _is_int(options.max_seqlen_k) and layout.kv != "dense":
+        if layout.kv == "paged" and options.max_seqlen_k > capacity:  # type: ignore[operator]
             refusal.invalid.append(
                 f"max_seqlen_k={options.max_seqlen_k} does not fit in page_table's "
                 f"{o.page_table.shape[1]} pages x {page_size} = {capacity} keys"  # type: ignore[union-attr]
             )
-        seqlen_k = options.max_seqlen_k
+        seqlen_k = options.max_seqlen_k  # type: ignore[assignment]
     scale = options.softmax_scale
     return Sizes(
         batch=layout.batch,
@@ -465,18 +486,30 @@ def _sizes(
     )
 
 
+def _check_fixed_lengths(
+    o: Operands, options: Options, layout: _Layout, seqlen_q: int, capacity: int, refusal: Refusal
+) -> None:
+    """Bounds of lengths that no tensor holds; `values.py` checks them against the others."""
+    rows = seqlen_q if layout.q == "dense" and o.seqused_q is None else None
+    keys = capacity if layout.kv != "varlen" and o.seqused_k is None else None
+    for name, length in (("max_seqlen_q", rows), ("max_seqlen_k", keys), ("min_seqlen_k", keys)):
+        bound = getattr(options, name)
+        if length is None or not _is_int(bound):
+            continue
+        if bound > length if name.startswith("min") else bound < length:
+            refusal.invalid.append(f"{name}={bound}, but every sequence has length {length}")
+
+
 def _traits(
     call: Call,
     layout: _Layout,
-    formats: _Formats,
+    formats_and_out: tuple[_Formats, Format],
     window: tuple[int | None, int | None],
     policy: Fp8Policy,
     refusal: Refusal,
 ) -> Traits:
-    o = call.operands
+    o, (formats, out_format) = call.operands, formats_and_out
     scales = scale_granularities(o, formats.q, formats.kv, layout.batch, refusal)
-    out_format = _out_format(call, formats, refusal)
-    output_descale(o, out_format, refusal)
     return Traits(
         q_format=formats.q.name,
         kv_format=formats.kv.name,
@@ -490,13 +523,13 @@ def _traits(
         seqused_k=o.seqused_k is not None,
         bounded_left=window[0] is not None,
         bounded_right=window[1] is not None,
-        softcap=bool(call.options.softcap),
+        softcap=_is_number(call.options.softcap) and bool(call.options.softcap),
         sink=o.learnable_sink is not None,
         q_descale=scales["q"],
         k_descale=scales["k"],
         v_descale=scales["v"],
         output_scale=o.output_scale is not None,
-        lse=call.options.return_lse or o.lse is not None,
+        lse=call.options.return_lse is True or o.lse is not None,
         policy=policy,
     )
 
@@ -509,6 +542,8 @@ def _check_buffers(o: Operands, problem: Problem, refusal: Refusal) -> None:
             refusal.invalid.append(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
         elif name == "out" and t.shape[-1] > 1 and t.stride(-1) != 1:
             refusal.invalid.append("out must be contiguous in its last dimension")
+        elif any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)):
+            refusal.invalid.append(f"{name} is expanded: its elements share memory; clone it")
     if o.lse is not None and o.lse.dtype != torch.float32:
         refusal.invalid.append(f"lse must be fp32, got {dtype_name(o.lse.dtype)}")
 

@@ -49,26 +49,26 @@ def _finish(run: F, describe_call: Callable[P, Call], returns: str) -> F:
 
 
 def bounds(window_size: object) -> Window:
-    """(left, right); anything but a pair is handed on whole, for the checks to refuse."""
+    """(left, right); anything but a pair is handed on as text, for the checks to refuse."""
     if isinstance(window_size, (tuple, list)) and len(window_size) == 2:
         return window_size[0], window_size[1]
-    return window_size, None  # type: ignore[return-value]
+    return f"{_short(window_size)} is no pair", None  # type: ignore[return-value]
 
 
 def scalar(x: Tensor | float | None, like: Tensor) -> Tensor | None:
-    """A Python number as the one-element tensor that the executors read."""
-    if x is None or isinstance(x, Tensor):
+    """A Python number as the one-element tensor that executors read; else left to the checks."""
+    if not (isinstance(x, (int, float, torch.SymFloat)) and isinstance(like, Tensor)):
         return x
     return torch.full((), x, dtype=torch.float32, device=like.device)
 
 
-_REMEDY = {
+REMEDY = {
     "qv": "MLA's second query is not supported; concatenate heads, or use flash_attn.cute",
     "gather_kv_indices": "selecting cells is not supported yet",
     "score_mod": "not supported yet; softcap, window_size and learnable_sink are",
     "mask_mod": "not supported yet; causal and window_size are",
     "aux_tensors": "only score_mod and mask_mod read it, which are not supported yet",
-    "auxscalars": "only score_mod and mask_mod read it, which are not supported yet",
+    "aux_scalars": "only score_mod and mask_mod read it, which are not supported yet",
     "block_sparse_tensors": "block sparsity is not supported",
     "score_mod_bwd": "this package is forward only",
     "block_sparse_tensors_bwd": "this package is forward only",
@@ -87,6 +87,7 @@ _REMEDY = {
     "rotary_seqlens": "rotary embedding is not supported; rotate q and k first",
     "rotary_interleaved": "rotary embedding is not supported; rotate q and k first",
     "cu_seqlens_k_new": "appending in the same call is not supported yet; write the cache first",
+    "cache_batch_idx": "selects sequences of an unpaged cache; drop page_table",
     "cache_leftpad": "not supported; pass a page_table or slices that start at the first key",
     "attention_chunk": "not supported; use window_size",
     "sm_margin": "not supported",
@@ -96,7 +97,7 @@ _REMEDY = {
 def refused(neutral: object = None, **arguments: object) -> tuple[str, ...]:
     """A reason for each argument that is not at its neutral value."""
     return tuple(
-        f"{name}={_short(value)}: {_REMEDY[name]}"
+        f"{name}={_short(value)}: {REMEDY[name]}"
         for name, value in arguments.items()
         if value is not neutral and not (neutral is not None and value == neutral)
     )

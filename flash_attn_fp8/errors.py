@@ -37,6 +37,7 @@ class Refusal:
 
     invalid: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
+    shows_in_text: bool = True  # whether the text of the call has all that the reasons speak of
 
     @property
     def reasons(self) -> tuple[str, ...]:

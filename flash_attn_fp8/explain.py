@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attn_fp8 import api, kvcache
 from flash_attn_fp8.call import Call, Operands, Options
 from flash_attn_fp8.checks import examine
+from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, plan_for
@@ -26,6 +27,8 @@ _FUNCTIONS = {
     "flash_attn_with_kvcache": kvcache.flash_attn_with_kvcache,
     "_flash_attn_fwd": api._flash_attn_fwd,
 }
+
+_OPS = "torch.ops.flash_attn_fp8."
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ class Explanation:
             f"  scores    softmax_scale {s.softmax_scale:g}, softcap {s.softcap or 'none'}, sink "
             f"{'yes' if t.sink else 'no'}",
             f"  descales  {scales or 'none'}",
-            f"  policy    {t.policy} (P up to 2^{t.policy.max_offset + t.policy.rescale_threshold:g}"
-            f" of 2^{t.policy.format.log2_max:.3f}; zero below 2^{t.policy.tail_log2:g} of the top)",
+            f"  policy    {t.policy}",
+            f"            P has {t.policy.headroom_log2:.3f} octaves of headroom and is zero below "
+            f"2^{t.policy.tail_log2:g} of the row's largest",
         ]
 
     @staticmethod
@@ -97,10 +101,11 @@ class Explanation:
             f"  metadata  {'computed by the plan' if plan.scheduler_metadata else 'none'}",
             f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
         ]
+        first = " was asked for" if problem.request.impl else " comes first"
         others = [name for name in EXECUTORS if name != plan.impl]
         for name in others:
             why = reasons_against(name, problem, plan.target)
-            lines.append(f"  not {name}: {'; '.join(why) or 'it could; ' + plan.impl + ' comes first'}")
+            lines.append(f"  not {name}: {'; '.join(why) or 'it could; ' + plan.impl + first}")
         return lines
 
 
@@ -150,11 +155,10 @@ def explain(
 def _describe(
     fn: Callable[..., object] | str, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Call:
-    if isinstance(fn, str):
-        if "(" in fn and not args and not kwargs:
-            return parse_call(fn)
-        fn = _FUNCTIONS.get(fn, fn)
-    describe_call = getattr(fn, "describe_call", None)
+    if isinstance(fn, str) and "(" in fn and not args and not kwargs:
+        return parse_call(fn)
+    known = _FUNCTIONS.get(fn) if isinstance(fn, str) else fn
+    describe_call = getattr(known, "describe_call", None)
     if describe_call is None:
         raise InvalidArguments(
             f"explain takes {', '.join(_FUNCTIONS)} or a call as text, got {fn!r}"
@@ -164,7 +168,9 @@ def _describe(
 
 
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\](?:\{([\d, ]*)\})?")
-_ARGUMENT = re.compile(r"(\w+)=(\w+\[[\d, ]*\](?:\{[\d, ]*\})?|'[^']*'|[^,()]+)")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_BRACKETED = r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}"
+_ARGUMENT = re.compile(rf"\s*(\w+)=((?:{_QUOTED}|{_BRACKETED}|[^,()\[\]{{}}'\"])+)(?:,|$)")
 
 
 def parse_call(text: str) -> Call:
@@ -174,35 +180,54 @@ def parse_call(text: str) -> Call:
         InvalidArguments: the text is no such call.
     """
     match = re.fullmatch(r"\s*([\w.]+)\((.*)\)\s*", text, re.DOTALL)
-    if match is None:
-        raise InvalidArguments(f"{text!r} is no call; write flash_attn_func(q=e4m3[1, 128, 8, 64], ...)")
+    if match is None or not (match[1] in _FUNCTIONS or match[1].startswith(_OPS)):
+        raise InvalidArguments(
+            f"{text!r} is no call; write flash_attn_func(q=e4m3[1, 128, 8, 64], ...)"
+        )
     operands: dict[str, Tensor] = {}
     options: dict[str, object] = {}
-    for name, value in _ARGUMENT.findall(match[2]):
-        if name in Operands._fields:
+    refused: list[str] = []
+    for name, value in _arguments(match[2]):
+        if name in Operands._fields and name not in operands:
             operands[name] = _parse_tensor(name, value)
-        elif name in Options.__dataclass_fields__:
+        elif name in Options._fields and (name not in REMEDY or value == "False"):
             options[name] = _parse_value(name, value)
+        elif name in REMEDY:
+            refused.append(f"{name}={value}: {REMEDY[name]}")
         else:
-            known = ", ".join((*Operands._fields, *Options.__dataclass_fields__))
+            known = ", ".join((*Operands._fields, *Options._fields))
             raise InvalidArguments(f"{name!r} is no part of a call; known: {known}")
     missing = [name for name in "qkv" if name not in operands]
     if missing:
         raise InvalidArguments(f"{', '.join(missing)} missing in {text!r}")
-    return Call(match[1], Operands(**operands), Options(**options))  # type: ignore[arg-type]
+    return Call(match[1], Operands(**operands), Options(**options), tuple(refused))  # type: ignore[arg-type]
+
+
+def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    """The names and values of `name=value, ...`, which must be all that there is."""
+    at = 0
+    while text[at:].strip():
+        found = _ARGUMENT.match(text, at)
+        if found is None:
+            raise InvalidArguments(f"{text[at:]!r} does not go on with name=value")
+        yield found[1], found[2].strip()
+        at = found.end()
 
 
 def _parse_tensor(name: str, text: str) -> Tensor:
     match = _TENSOR.fullmatch(text.strip())
     if match is None:
-        raise InvalidArguments(f"{name}={text}: write a tensor as dtype[shape], e4m3[1, 128, 8, 64]")
+        raise InvalidArguments(f"{name}={text}: write a tensor like e4m3[1, 128, 8, 64]")
     dtype = FORMATS[match[1]].dtype if match[1] in FORMATS else getattr(torch, match[1], None)
     if not isinstance(dtype, torch.dtype):
         raise InvalidArguments(f"{name}={text}: {match[1]} is no dtype")
-    shape = _ints(match[2])
-    if match[3] is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    return torch.empty_strided(shape, _ints(match[3]), dtype=dtype, device="meta")
+    shape, strides = _ints(match[2]), None if match[3] is None else _ints(match[3])
+    try:
+        if strides is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, ValueError):
+        raise InvalidArguments(f"{name}={text}: torch has no such tensor") from None
 
 
 def _ints(text: str) -> list[int]:
@@ -210,10 +235,12 @@ def _ints(text: str) -> list[int]:
 
 
 def _parse_value(name: str, text: str) -> object:
-    if name == "out_dtype":
-        short = text.strip().strip("'")
-        return FORMATS[short].dtype if short in FORMATS else text
+    if _TENSOR.fullmatch(text):
+        return _parse_tensor(name, text)
     try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError):
-        return text
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = float(text) if text in ("nan", "inf", "-inf") else text
+        dtype = FORMATS[text].dtype if text in FORMATS else getattr(torch, text, None)
+        return dtype if name == "out_dtype" and isinstance(dtype, torch.dtype) else value
+    return value

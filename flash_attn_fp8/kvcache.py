@@ -99,13 +99,13 @@ def flash_attn_with_kvcache(
     why += refused(True, rotary_interleaved=rotary_interleaved)
     if cache_batch_idx is not None:
         if page_table is not None:
-            why += ("cache_batch_idx selects sequences of an unpaged cache; drop page_table",)
+            why += refused(cache_batch_idx=cache_batch_idx)
         elif isinstance(cache_batch_idx, Tensor) and cache_batch_idx.ndim == 1:
             # A batched cache is a pool whose pages are whole sequences.
             page_table = cache_batch_idx[:, None]
         else:
             page_table = cache_batch_idx
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+    if type(cache_seqlens) is int and isinstance(q, Tensor):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     return Call(
@@ -115,7 +115,7 @@ def flash_attn_with_kvcache(
             k_cache,
             v_cache,
             cu_seqlens_q=cu_seqlens_q,
-            seqused_k=cache_seqlens,
+            seqused_k=cache_seqlens,  # type: ignore[arg-type]
             page_table=page_table,
             learnable_sink=learnable_sink,
             q_descale=q_descale,

@@ -1,7 +1,6 @@
 """`flash_attn_combine`: merging partial results of splits, as FA4's function of that name."""
 
 # No `from __future__ import annotations`: torch.library reads the op's annotations as objects.
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -18,13 +17,13 @@ _PARTIAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
-    out: Optional[Tensor] = None,
-    out_dtype: Optional[torch.dtype] = None,
-    cu_seqlens: Optional[Tensor] = None,
-    seqused: Optional[Tensor] = None,
-    virtual_batch_idx: Optional[Tensor] = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
-) -> tuple[Tensor, Optional[Tensor]]:
+) -> tuple[Tensor, Tensor | None]:
     """Merge the partial outputs of splits of the keys into the output over all keys.
 
     Formula: lse = log(sum_i exp lse_i), out = sum_i exp(lse_i - lse) out_i (Flash-Decoding, Dao et
@@ -33,8 +32,8 @@ def flash_attn_combine(
     Args:
         out_partial: (num_splits, batch, seqlen, nheads, head_dim), or (num_splits, total, nheads,
             head_dim): fp32, bf16 or fp16.
-        lse_partial: (num_splits, batch, seqlen, nheads) or (num_splits, total, nheads) fp32, natural
-            log, any strides. FA4's axis order: heads come last here, unlike the forward's lse.
+        lse_partial: (num_splits, batch, seqlen, nheads) or (num_splits, total, nheads) fp32,
+            natural log, any strides. Heads come last, as FA4 has it, unlike in the forward's lse.
         out: written in place and returned; out_partial without its first axis.
         out_dtype: fp32, bf16 or fp16; default: out's dtype, or out_partial's.
         cu_seqlens: (batch + 1,) int32 of packed rows; rows outside come out as 0 with lse -inf.
@@ -70,8 +69,8 @@ def flash_attn_combine(
 def _combine(
     out_partial: Tensor,
     lse_partial: Tensor,
-    cu_seqlens: Optional[Tensor],
-    seqused: Optional[Tensor],
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     from flash_attn_fp8.reference.combine import combine
@@ -84,8 +83,8 @@ def _combine(
 
 
 def _used_rows(
-    out_partial: Tensor, cu_seqlens: Optional[Tensor], seqused: Optional[Tensor]
-) -> Optional[Tensor]:
+    out_partial: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None
+) -> Tensor | None:
     """(batch, seqlen) or (total,): which rows exist; None where all do."""
     if cu_seqlens is None and seqused is None:
         return None
@@ -101,8 +100,8 @@ def _used_rows(
 def _combine_op(
     out_partial: Tensor,
     lse_partial: Tensor,
-    cu_seqlens: Optional[Tensor],
-    seqused: Optional[Tensor],
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of `flash_attn_combine`."""
@@ -114,8 +113,8 @@ def _combine_op(
 def _combine_fake(
     out_partial: Tensor,
     lse_partial: Tensor,
-    cu_seqlens: Optional[Tensor],
-    seqused: Optional[Tensor],
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
@@ -125,17 +124,22 @@ def _combine_fake(
 def _check(
     out_partial: Tensor,
     lse_partial: Tensor,
-    out: Optional[Tensor],
-    out_dtype: Optional[torch.dtype],
-    cu_seqlens: Optional[Tensor],
-    seqused: Optional[Tensor],
-    virtual_batch_idx: Optional[Tensor],
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    cu_seqlens: Tensor | None,
+    seqused: Tensor | None,
+    virtual_batch_idx: Tensor | None,
 ) -> None:
     refusal = Refusal()
     bad = refusal.invalid.append
-    call = f"flash_attn_combine(out_partial={describe(out_partial)}, lse_partial={describe(lse_partial)})"
-    if not isinstance(out_partial, Tensor) or not isinstance(lse_partial, Tensor):
-        bad("out_partial and lse_partial must be torch.Tensors")
+    shown = f"out_partial={describe(out_partial)}, lse_partial={describe(lse_partial)}"
+    call = f"flash_attn_combine({shown})"
+    given = {"out_partial": out_partial, "lse_partial": lse_partial}
+    optional = {"out": out, "cu_seqlens": cu_seqlens, "seqused": seqused}
+    for name, t in (given | {n: t for n, t in optional.items() if t is not None}).items():
+        if not isinstance(t, Tensor):
+            bad(f"{name} must be a torch.Tensor, got {describe(t)}")
+    if refusal.invalid:
         raise refusal.error(call)
     if virtual_batch_idx is not None:
         refusal.unsupported.append("virtual_batch_idx: batches are not reordered here; drop it")
@@ -153,10 +157,10 @@ def _check(
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
         bad(f"out must be {dtype_name(dtype)}{list(out_partial.shape[1:])}, got {describe(out)}")
     _check_lengths(out_partial, cu_seqlens, seqused, refusal)
-    tensors = {"lse_partial": lse_partial, "out": out, "cu_seqlens": cu_seqlens, "seqused": seqused}
-    for name, t in tensors.items():
-        if t is not None and t.device != out_partial.device:
-            bad(f"{name} is on {t.device}, out_partial on {out_partial.device}")
+    others = {"lse_partial": lse_partial, "out": out, "cu_seqlens": cu_seqlens, "seqused": seqused}
+    for name, other in others.items():
+        if other is not None and other.device != out_partial.device:
+            bad(f"{name} is on {other.device}, out_partial on {out_partial.device}")
     if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
         refusal.unsupported.append("this package is forward only; call it under torch.no_grad()")
     if refusal.reasons:
@@ -164,13 +168,13 @@ def _check(
 
 
 def _check_lengths(
-    out_partial: Tensor, cu_seqlens: Optional[Tensor], seqused: Optional[Tensor], refusal: Refusal
+    out_partial: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, refusal: Refusal
 ) -> None:
-    packed = out_partial.ndim == 4
+    packed, before = out_partial.ndim == 4, len(refusal.invalid)
     for name, t in (("cu_seqlens", cu_seqlens), ("seqused", seqused)):
         if t is not None and (t.dtype != torch.int32 or t.ndim != 1):
             refusal.invalid.append(f"{name} must be a vector of int32, got {describe(t)}")
-    if refusal.invalid:
+    if len(refusal.invalid) > before or out_partial.ndim not in (4, 5):
         return
     if cu_seqlens is not None and not packed:
         refusal.invalid.append("cu_seqlens is for packed rows: out_partial of rank 4")

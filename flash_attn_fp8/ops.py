@@ -9,15 +9,15 @@ Registered on import, before any backend is loaded, so that a first call can alr
 """
 
 # No `from __future__ import annotations`: torch.library reads the ops' annotations as objects.
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flash_attn_fp8.call import Call, Operands, Options
-from flash_attn_fp8.checks import problem_of
-from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.checks import problem_of, refusal_of
+from flash_attn_fp8.errors import Refusal, Unsupported
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, plan_for
 from flash_attn_fp8.problem import Problem
@@ -29,7 +29,7 @@ _MEMO_LIMIT = 8192
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def forward(call: Call) -> tuple[Tensor, Optional[Tensor]]:
+def forward(call: Call) -> tuple[Tensor, Tensor | None]:
     """Check, plan and execute a call; (out, lse), lse None unless it was asked for."""
     if not torch.compiler.is_compiling() and _is_eager(call.operands):
         return _forward_eager(call)
@@ -46,7 +46,10 @@ def prepare(call: Call) -> tuple[Problem, Plan]:
     found = _memo.get(key)
     if found is None:
         problem = problem_of(call)
-        found = problem, plan_for(problem, target_of(call.operands.q.device))
+        try:
+            found = problem, plan_for(problem, target_of(call.operands.q.device))
+        except Unsupported as refused:
+            raise refusal_of(call, Refusal(unsupported=list(refused.reasons))) from None
         if len(_memo) >= _MEMO_LIMIT:
             _memo.clear()
         _memo[key] = found
@@ -70,7 +73,8 @@ def _metadata(call: Call) -> Any:
         hash(call.options)
     except TypeError:  # an unhashable option, which the checks are about to refuse
         return object()
-    return call.function, tensors, call.options, call.refused
+    types = tuple(map(type, call.options))  # 1 == True, and only one is legal
+    return call.function, tensors, call.options, types, call.refused
 
 
 def _is_eager(o: Operands) -> bool:
@@ -79,7 +83,7 @@ def _is_eager(o: Operands) -> bool:
     return type(o.q) in _PLAIN and not o.q.is_meta and not is_in_torch_dispatch_mode()
 
 
-def _forward_eager(call: Call) -> tuple[Tensor, Optional[Tensor]]:
+def _forward_eager(call: Call) -> tuple[Tensor, Tensor | None]:
     problem, plan = prepare(call)
     o = call.operands
     if o.q.device.type == "cpu" or debug_checks():
@@ -97,7 +101,7 @@ def _empty_out(problem: Problem, like: Tensor) -> Tensor:
     return torch.empty(problem.out_shape, dtype=dtype, device=like.device)
 
 
-def _empty_lse(problem: Problem, like: Tensor) -> Optional[Tensor]:
+def _empty_lse(problem: Problem, like: Tensor) -> Tensor | None:
     if not problem.traits.lse:
         return None
     return torch.empty(problem.lse_shape, dtype=torch.float32, device=like.device)
@@ -127,12 +131,11 @@ def _span(t: Tensor) -> tuple[int, int]:
 # -------------------------------------------------------------------------------- custom ops
 
 
-def _forward_through_op(call: Call) -> tuple[Tensor, Optional[Tensor]]:
+def _forward_through_op(call: Call) -> tuple[Tensor, Tensor | None]:
     o, options = call.operands, call.options
-    if call.refused:
-        raise Refusal(unsupported=list(call.refused)).error(call.function)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in o):
-        problem_of(call)  # names the tensors; the op would only fail in a backward pass
+    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in o)
+    if call.refused or grad or not torch.compiler.is_compiling():
+        problem_of(call)  # the op's schema would refuse or convert arguments in its own words
     wants_lse = options.return_lse or o.lse is not None
     scalars = (
         options.softmax_scale,
@@ -155,11 +158,17 @@ def _forward_through_op(call: Call) -> tuple[Tensor, Optional[Tensor]]:
     )
     tensors = o[: Operands._fields.index("out")]
     if o.out is not None:
-        lse = o.lse if o.lse is not None or not wants_lse else o.q.new_empty(_lse_shape(o), dtype=torch.float32)
+        lse = (
+            o.lse
+            if o.lse is not None or not wants_lse
+            else o.q.new_empty(_lse_shape(o), dtype=torch.float32)
+        )
         _forward_out_op(*tensors, o.out, lse, *scalars)
         return o.out, lse
     out, lse = _forward_op(*tensors, *scalars)
     if o.lse is not None:
+        if o.lse.shape != lse.shape or o.lse.dtype != lse.dtype:
+            problem_of(call)  # raises: copy_ would broadcast and convert
         lse = o.lse.copy_(lse)
     return out, (lse if wants_lse else None)
 
@@ -175,33 +184,33 @@ def _forward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    page_table: Optional[Tensor],
-    learnable_sink: Optional[Tensor],
-    q_descale: Optional[Tensor],
-    k_descale: Optional[Tensor],
-    v_descale: Optional[Tensor],
-    output_scale: Optional[Tensor],
-    softmax_scale: Optional[float],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    page_table: Tensor | None,
+    learnable_sink: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    output_scale: Tensor | None,
+    softmax_scale: float | None,
     causal: bool,
-    window_left: Optional[int],
-    window_right: Optional[int],
+    window_left: int | None,
+    window_right: int | None,
     softcap: float,
-    max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int],
-    min_seqlen_k: Optional[int],
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    min_seqlen_k: int | None,
     num_splits: int,
-    seqlen_k_per_split: Optional[int],
-    pack_gqa: Optional[bool],
+    seqlen_k_per_split: int | None,
+    pack_gqa: bool | None,
     deterministic: bool,
     scheduler_metadata: bool,
     return_lse: bool,
-    out_dtype: Optional[torch.dtype],
-    fp8_policy: Optional[str],
-    impl: Optional[str],
+    out_dtype: torch.dtype | None,
+    fp8_policy: str | None,
+    impl: str | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse); lse is empty unless return_lse. Arguments: the fields of Operands and Options."""
     out, lse = _forward_eager(_call_of(locals()))
@@ -221,35 +230,35 @@ def _forward_out_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_q: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-    page_table: Optional[Tensor],
-    learnable_sink: Optional[Tensor],
-    q_descale: Optional[Tensor],
-    k_descale: Optional[Tensor],
-    v_descale: Optional[Tensor],
-    output_scale: Optional[Tensor],
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    page_table: Tensor | None,
+    learnable_sink: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    output_scale: Tensor | None,
     out: Tensor,
-    lse: Optional[Tensor],
-    softmax_scale: Optional[float],
+    lse: Tensor | None,
+    softmax_scale: float | None,
     causal: bool,
-    window_left: Optional[int],
-    window_right: Optional[int],
+    window_left: int | None,
+    window_right: int | None,
     softcap: float,
-    max_seqlen_q: Optional[int],
-    max_seqlen_k: Optional[int],
-    min_seqlen_k: Optional[int],
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    min_seqlen_k: int | None,
     num_splits: int,
-    seqlen_k_per_split: Optional[int],
-    pack_gqa: Optional[bool],
+    seqlen_k_per_split: int | None,
+    pack_gqa: bool | None,
     deterministic: bool,
     scheduler_metadata: bool,
     return_lse: bool,
-    out_dtype: Optional[torch.dtype],
-    fp8_policy: Optional[str],
-    impl: Optional[str],
+    out_dtype: torch.dtype | None,
+    fp8_policy: str | None,
+    impl: str | None,
 ) -> None:
     """Like `forward`, into `out` and (where it is given) `lse`."""
     _forward_eager(_call_of(locals()))
@@ -260,12 +269,12 @@ def _forward_out_fake(*args: Any) -> None:
     problem_of(_call_of(dict(zip(_FORWARD_OUT_ARGUMENTS, args, strict=True))))
 
 
-_FORWARD_ARGUMENTS = (*Operands._fields[:-2], *Options.__dataclass_fields__)
-_FORWARD_OUT_ARGUMENTS = (*Operands._fields, *Options.__dataclass_fields__)
+_FORWARD_ARGUMENTS = (*Operands._fields[:-2], *Options._fields)
+_FORWARD_OUT_ARGUMENTS = (*Operands._fields, *Options._fields)
 
 
 def _call_of(arguments: dict[str, Any]) -> Call:
     """The call that an op's arguments spell out."""
     operands = Operands(**{n: a for n, a in arguments.items() if n in Operands._fields})
-    options = Options(**{n: a for n, a in arguments.items() if n in Options.__dataclass_fields__})
+    options = Options(**{n: a for n, a in arguments.items() if n in Options._fields})
     return Call("torch.ops.flash_attn_fp8.forward", operands, options)

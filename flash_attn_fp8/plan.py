@@ -91,7 +91,7 @@ def plan_for(problem: Problem, target: Target) -> Plan:
     """
     asked = problem.request.impl
     candidates = EXECUTORS if asked is None else (asked,)
-    rejected = []
+    rejected: list[tuple[str, tuple[str, ...]]] = []
     for impl in candidates:
         reasons = reasons_against(impl, problem, target)
         if not reasons:

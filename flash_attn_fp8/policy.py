@@ -92,9 +92,14 @@ class Fp8Policy:
             faults.append(f"exp2={self.exp2!r} makes fp8 codes; p_format is {self.p_format!r}")
         promote = self.promote_every
         if promote is not None and (
-            isinstance(promote, bool) or not isinstance(promote, int) or promote <= 0 or promote % 32
+            isinstance(promote, bool)
+            or not isinstance(promote, int)
+            or promote <= 0
+            or promote % 32
         ):
-            faults.append(f"promote_every={promote!r} must be None or a positive multiple of 32 keys")
+            faults.append(
+                f"promote_every={promote!r} must be None or a positive multiple of 32 keys"
+            )
         return faults
 
     def _budget_faults(self) -> list[str]:
@@ -155,8 +160,8 @@ class Fp8Policy:
     def __str__(self) -> str:
         unsafe = "UNSAFE " if self.allow_saturation else ""
         return (
-            f"{unsafe}{self.p_format} max_offset={self.max_offset:g} "
-            f"rescale_threshold={self.rescale_threshold:g} row_sum={self.row_sum} "
+            f"{unsafe}{self.p_format} max_offset={_exact(self.max_offset)} "
+            f"rescale_threshold={_exact(self.rescale_threshold)} row_sum={self.row_sum} "
             f"exp2={self.exp2} promote_every={self.promote_every}"
         )
 
@@ -170,7 +175,7 @@ class Fp8Policy:
             fields["p_format"], *pairs = words[1:] if unsafe else words
             for pair in pairs:
                 name, value = pair.split("=")
-                if name not in cls.__dataclass_fields__:
+                if name in fields or name not in cls.__dataclass_fields__:
                     raise ValueError(name)
                 fields[name] = _parse_field(name, value)
             return cls(**fields)  # type: ignore[arg-type]
@@ -181,6 +186,12 @@ class Fp8Policy:
                 f"{text!r} is not a policy; write for example "
                 f"'e4m3 max_offset=8 rescale_threshold=0.75'"
             ) from fault
+
+
+def _exact(x: float) -> str:
+    """The short form of a number where it is the number, else all its digits."""
+    short = f"{x:g}"
+    return short if float(short) == x else repr(x)
 
 
 def _parse_field(name: str, value: str) -> object:

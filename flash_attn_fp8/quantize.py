@@ -7,8 +7,8 @@ bits on any device. Groups are what `per` says, and the shape of the descale tel
 functions the granularity.
 
 Corner cases. A group of zeros has descale 1. The descale is never below 2**-126, the smallest
-normal fp32 number, so denormal rows stay finite. Infinities do not count in amax and saturate to
-the format's largest value. A NaN stays NaN, alone, in e4m3 and e5m2; int8 has no NaN, so the
+normal fp32 number, so denormal rows stay finite, nor so large that the largest code times it
+overflows. Infinities do not count in amax and saturate to the format's largest value. A NaN stays NaN, alone, in e4m3 and e5m2; int8 has no NaN, so the
 descale of its group becomes NaN and the whole group does.
 """
 
@@ -56,13 +56,16 @@ def quantize(
     Args:
         x: (batch, seqlen, heads, d), (total, heads, d), or pages (num_pages, page_size, heads, d);
             bf16, fp16 or fp32, any strides, any device.
-        dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8. Errors of N(0, 1) rows, per
+            token: e4m3 2.6 %, e5m2 5.1 %, int8 0.65 %. Beside an outlier channel 100 times as large
+            e4m3 and e5m2 keep theirs, and int8 has 23 %: int8 suits smooth (or smoothed) rows.
         per: what shares a scale. "tensor": descale (); "head": (heads,); "batch_head": (batch,
             heads), needs cu_seqlens where x is packed; "token_head": (batch, seqlen, heads), or
             (1, total, heads) where x is packed.
-        smooth: for k: subtract each channel's mean over the tokens of a sequence first. Softmax does
-            not change (softcap aside: not with softcap), outlier channels no longer set the scale,
-            and the LSE falls by softmax_scale * (q . mean), which the caller may add back.
+        smooth: for k: subtract each channel's mean over the tokens of a sequence first. Softmax
+            does not change (it does under a softcap: do not combine them), outlier channels no
+            longer set the scale, and the LSE falls by softmax_scale * (q . mean), which the caller
+            may add back.
         cu_seqlens: (batch + 1,) int32 sequence bounds of a packed x, for "batch_head" and smooth.
 
     Returns:
@@ -84,7 +87,9 @@ def quantize(
         mean = _token_mean(x, cu_seqlens)
         x = x - mean
     amax = _amax(x, per, cu_seqlens)
-    descale = (amax / fmt.max).clamp(min=_MIN_DESCALE)
+    # By a tensor: torch divides by a Python number with its reciprocal on CUDA, other bits.
+    largest = torch.finfo(torch.float32).max / fmt.max * (1 - torch.finfo(torch.float32).eps)
+    descale = (amax / torch.full_like(amax, fmt.max)).clamp(min=_MIN_DESCALE, max=largest)
     descale = torch.where(amax == 0, 1.0, descale)
     if per == "batch_head" and x.ndim == 3 and cu_seqlens is not None:
         spread = descale[_owner(x.shape[0], cu_seqlens)][..., None]

@@ -135,8 +135,8 @@ def _check_positive(name: str, scale: Tensor, refusal: Refusal) -> None:
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         refusal.invalid.append(
-            f"{name} must be finite and positive, found {float(scale[bad].flatten()[0])} (the scale "
-            f"of an all-zero row is 1)"
+            f"{name} must be finite and positive, found {float(scale[bad].flatten()[0])} (an "
+            f"all-zero row has scale 1)"
         )
 
 
@@ -150,7 +150,7 @@ def _used_rows(
         page = o.page_table.long()[:, slot // page_size]
         slot = slot.expand_as(page)
         if used is None:
-            return scale[page, slot].flatten(0, 1)
+            return scale[page, slot % page_size].flatten(0, 1)
         seen = slot < used[:, None]
         return scale[page[seen], (slot % page_size)[seen]]
     if cu_seqlens is not None and used is not None:

@@ -82,5 +82,5 @@ class _Sm90Fp8:
 def _aligned_sum(addends: Tensor) -> Tensor:
     """Sum over the last dimension, each addend cut to 13 bits below the largest's exponent."""
     _, exponent = torch.frexp(addends.abs().amax(-1, keepdim=True))
-    quantum = torch.ldexp(torch.ones((), device=addends.device), exponent - 1 - _FRACTION_BITS)
+    quantum = torch.ldexp(torch.ones_like(addends[..., :1]), exponent - 1 - _FRACTION_BITS)
     return ((addends / quantum).trunc() * quantum).sum(-1)

@@ -1,4 +1,4 @@
-"""Any layout to padded batches: dense, packed and paged operands as `Block`s of dequantisable codes.
+"""Any layout to padded batches: dense, packed and paged operands as `Block`s of codes.
 
 Both executors of this folder compute on a `Block`: a few sequences of similar lengths with a few KV
 heads, gathered from wherever their rows lie, and padded with zeros. What lies in unused slots (NaN
@@ -116,13 +116,13 @@ def _groups(problem: Problem, lengths: Lengths) -> Iterator[_Group]:
         yield _Group(everything, sizes.seqlen_q, sizes.seqlen_k, shift, shift)
         return
     members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for i, (rows, keys) in enumerate(zip(lengths.q_len.tolist(), lengths.k_len.tolist())):
+    for i, (rows, keys) in enumerate(torch.stack([lengths.q_len, lengths.k_len], 1).tolist()):
         if rows:
             padded_rows = 1 << (rows - 1).bit_length()
             members[padded_rows, -(-keys // _GROUP_TILE)].append((i, rows, keys))
     for group in members.values():
-        index, rows, keys = zip(*group)
-        shifts = [k - r for r, k in zip(rows, keys)]
+        index, rows, keys = zip(*group, strict=True)
+        shifts = [k - r for r, k in zip(rows, keys, strict=True)]
         yield _Group(torch.tensor(index), max(rows), max(keys), min(shifts), max(shifts))
 
 
@@ -277,7 +277,7 @@ class _Rows:
             return x.new_full((n, count, *x.shape[len(self.index) :]), fill)
         taken = x[self.index]
         used = self.used.reshape(n, count, *([1] * (taken.ndim - 2)))
-        return torch.where(used, taken, torch.as_tensor(fill, dtype=x.dtype, device=x.device))
+        return torch.where(used, taken, fill)
 
 
 def _q_scale(
@@ -300,9 +300,7 @@ def _kv_scale(
         return None
     if kind.granularity == "tensor":
         return scale.reshape(1, 1, 1)
-    return rearrange(
-        _rows_of_scale(scale[..., heads], kind, keys, sequences), "n s hk -> n hk s"
-    )
+    return rearrange(_rows_of_scale(scale[..., heads], kind, keys, sequences), "n s hk -> n hk s")
 
 
 def _rows_of_scale(scale: Tensor, kind: Descale, rows: _Rows, sequences: Tensor) -> Tensor:

@@ -59,12 +59,14 @@ class TileStats:
     """What one visited tile did, handed to an observer: for evidence, never for the result.
 
     `alive` (n, hk, g, r) marks rows that had a maximum before the tile, `rescaled` those of them
-    whose accumulator was rescaled; `p` (n, hk, g, r, tile) is P before rounding.
+    whose accumulator was rescaled; `p` (n, hk, g, r, tile) is P before rounding, under the running
+    maximum `row_max` (n, hk, g, r), log2, 0 where a row has none.
     """
 
     alive: Tensor
     rescaled: Tensor
     p: Tensor
+    row_max: Tensor
 
 
 Observer = Callable[[TileStats], None]
@@ -113,7 +115,7 @@ def attend(
             max(block.key_lo, part * shortest), min(block.key_hi, (part + 1) * longest)
         )
         partials.append(softmax.finish())
-    out, lse = zip(*partials)
+    out, lse = zip(*partials, strict=True)
     return combine(torch.stack(out), torch.stack(lse))
 
 
@@ -150,8 +152,9 @@ class _OnlineSoftmax:
 
     def _row_scale(self) -> Tensor:
         """What multiplies q.k of a row: softmax_scale and every scale constant along the keys."""
-        scale = torch.tensor(
-            [[[[[self.problem.sizes.softmax_scale]]]]], device=self.block.q.device
+        # full, not tensor: a copy from the host would synchronise and break graph capture
+        scale = torch.full(
+            (1, 1, 1, 1, 1), self.problem.sizes.softmax_scale, device=self.block.q.device
         )
         if self.block.q_scale is not None:
             scale = scale * self.block.q_scale
@@ -181,8 +184,8 @@ class _OnlineSoftmax:
         p = torch.exp2(x - self._finite_max() + self.policy.max_offset)
         rounded, weight = self._round(x, p, v_scale)
         exact = rounded * weight if self.policy.exp2 != "exact" else p * self._sum_weight(v_scale)
-        self.row_sum = self.row_sum * rescale + exact.sum(-1)
-        self.row_sum_quantized = self.row_sum_quantized * rescale + (rounded * weight).sum(-1)
+        self.row_sum = self.row_sum * rescale + _sum(exact)
+        self.row_sum_quantized = self.row_sum_quantized * rescale + _sum(rounded * weight)
         self.acc.rescale(rescale)
         self.acc.add(rounded, self.block.v[:, :, lo:hi])
 
@@ -217,7 +220,7 @@ class _OnlineSoftmax:
             alive = ~old.isneginf()
             finite = self._finite_max()
             p = torch.exp2(x - finite + self.policy.max_offset)
-            self.observer(TileStats(alive, alive & ~keep, p))
+            self.observer(TileStats(alive, alive & ~keep, p, finite[..., 0]))
         return rescale
 
     def _finite_max(self) -> Tensor:
@@ -230,9 +233,7 @@ class _OnlineSoftmax:
             return 1.0
         return 1.0 / v_scale
 
-    def _round(
-        self, x: Tensor, p: Tensor, v_scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | float]:
+    def _round(self, x: Tensor, p: Tensor, v_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """P as the tensor core reads it, and the w that makes its sum comparable to l."""
         fmt = self.policy.format
         if self.policy.exp2 != "exact":
@@ -250,19 +251,26 @@ class _OnlineSoftmax:
         in_sink: Tensor | float = 0.0
         if self.sink is not None:
             # A sink far above every score would overflow 2**(sink - m): raise m to it first.
-            sink = self.sink * LOG2E
+            sink = (self.sink * LOG2E).clamp(max=torch.finfo(torch.float32).max)
             top = torch.maximum(self.row_max, sink)
             finite = torch.where(top.isneginf(), 0.0, top)
             rescale = torch.exp2(torch.where(self.row_max.isneginf(), 0.0, self.row_max) - finite)
             in_sink = torch.exp2(sink - finite + offset)
-        exact = self.row_sum * rescale + in_sink
         used = self.row_sum if self.policy.row_sum == "exact" else self.row_sum_quantized
         total = used * rescale + in_sink
         out = self.acc.value() * (rescale / torch.where(total == 0, 1.0, total))[..., None]
         if self.block.v_scale is not None and not self._per_token("v"):
             out = out * self.block.v_scale[:, :, None, None]
-        lse = torch.where(exact == 0, _NEG_INF, LN2 * (top - offset + torch.log2(exact)))
-        return out, lse
+        lse = LN2 * (self._finite_max()[..., 0] - offset + torch.log2(self.row_sum))
+        return out, lse if self.sink is None else torch.logaddexp(lse, self.sink)
+
+
+def _sum(p: Tensor) -> Tensor:
+    """Row sums of a tile, rounded once.
+
+    The order of fp32 additions would follow the width of a tile, which neighbours decide.
+    """
+    return p.sum(-1, dtype=torch.float64).float()
 
 
 def code_from_log2(log2_p: Tensor, fmt: Format, curved: bool) -> Tensor:
@@ -279,7 +287,8 @@ def code_from_log2(log2_p: Tensor, fmt: Format, curved: bool) -> Tensor:
         code = codes_per_octave * (octaves - _CURVE * fraction * (1 - fraction))
     else:
         code = codes_per_octave * (octaves - _CODE_SHIFT)
-    largest = torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8)
+    largest = int(torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8))
     # -inf (a masked key) has no fraction: its code is NaN above and 0 here.
-    code = code.nan_to_num(nan=0.0, neginf=0.0).round().clamp(0, int(largest))
-    return code.to(torch.uint8).view(fmt.dtype)
+    code = code.nan_to_num(nan=0.0, neginf=0.0).round().clamp(0, largest)
+    codes: Tensor = code.to(torch.uint8).view(fmt.dtype)
+    return codes

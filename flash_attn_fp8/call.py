@@ -81,7 +81,7 @@ class Call(NamedTuple):
             for name, value in self.options._asdict().items()
             if not _is_default(value, getattr(default, name))
         ]
-        shown += [reason.partition(": ")[0] for reason in self.refused]
+        shown += [reason.rpartition(": ")[0] for reason in self.refused]
         return f"{self.function}({', '.join(shown)})"
 
 

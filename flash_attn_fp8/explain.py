@@ -169,8 +169,11 @@ def _describe(
 
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\](?:\{([\d, ]*)\})?")
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_BRACKETED = r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}"
-_ARGUMENT = re.compile(rf"\s*(\w+)=((?:{_QUOTED}|{_BRACKETED}|[^,()\[\]{{}}'\"])+)(?:,|$)")
+_PLAIN = r"""[^,()\[\]{}'"]"""
+_BRACKETED = "(?!)"  # no brackets; then brackets in brackets, four deep
+for _ in range(4):
+    _BRACKETED = rf"[(\[{{](?:{_QUOTED}|{_PLAIN}|,|{_BRACKETED})*[)\]}}]"
+_ARGUMENT = re.compile(rf"\s*(\w+)=((?:{_QUOTED}|{_BRACKETED}|{_PLAIN})+)(?:,|$)")
 
 
 def parse_call(text: str) -> Call:

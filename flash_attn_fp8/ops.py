@@ -8,7 +8,8 @@ op costs tens of microseconds in eager mode, so only those who need one pay.
 Registered on import, before any backend is loaded, so that a first call can already be compiled.
 """
 
-# No `from __future__ import annotations`: torch.library reads the ops' annotations as objects.
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ _memo: dict[Any, tuple[Problem, Plan]] = {}
 
 
 def _metadata(call: Call) -> Any:
-    """All that a problem depends on, hashable; None where an argument is not hashable."""
+    """All that a problem depends on, hashable; unlike any other where an option is not."""
     tensors = tuple(
         None
         if t is None
@@ -130,42 +131,37 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 # -------------------------------------------------------------------------------- custom ops
 
+# The fields of Operands and Options, in their order, in the language of op schemas.
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? page_table, Tensor? learnable_sink, Tensor? q_descale, "
+    "Tensor? k_descale, Tensor? v_descale, Tensor? output_scale"
+)
+_BUFFERS = "Tensor(a!) out, Tensor(b!)? lse"
+_OPTIONS = (
+    "float? softmax_scale, bool causal, SymInt? window_left, SymInt? window_right, float softcap, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? min_seqlen_k, int num_splits, "
+    "SymInt? seqlen_k_per_split, bool? pack_gqa, bool deterministic, bool scheduler_metadata, "
+    "bool return_lse, ScalarType? out_dtype, str? fp8_policy, str? impl"
+)
+_INPUTS = Operands._fields.index("out")  # tensors that are only read
+
 
 def _forward_through_op(call: Call) -> tuple[Tensor, Tensor | None]:
     o, options = call.operands, call.options
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in o)
     if call.refused or grad or not torch.compiler.is_compiling():
         problem_of(call)  # the op's schema would refuse or convert arguments in its own words
+    policy = None if options.fp8_policy is None else str(options.fp8_policy)
     wants_lse = options.return_lse or o.lse is not None
-    scalars = (
-        options.softmax_scale,
-        options.causal,
-        options.window_left,
-        options.window_right,
-        options.softcap,
-        options.max_seqlen_q,
-        options.max_seqlen_k,
-        options.min_seqlen_k,
-        options.num_splits,
-        options.seqlen_k_per_split,
-        options.pack_gqa,
-        options.deterministic,
-        options.scheduler_metadata,
-        wants_lse,
-        options.out_dtype,
-        None if options.fp8_policy is None else str(options.fp8_policy),
-        options.impl,
-    )
-    tensors = o[: Operands._fields.index("out")]
+    options = options._replace(return_lse=wants_lse, fp8_policy=policy)
     if o.out is not None:
-        lse = (
-            o.lse
-            if o.lse is not None or not wants_lse
-            else o.q.new_empty(_lse_shape(o), dtype=torch.float32)
-        )
-        _forward_out_op(*tensors, o.out, lse, *scalars)
+        lse = o.lse
+        if lse is None and wants_lse:
+            lse = o.q.new_empty(_lse_shape(o), dtype=torch.float32)
+        _forward_out_op(*o[:_INPUTS], o.out, lse, *options)
         return o.out, lse
-    out, lse = _forward_op(*tensors, *scalars)
+    out, lse = _forward_op(*o[:_INPUTS], *options)
     if o.lse is not None:
         if o.lse.shape != lse.shape or o.lse.dtype != lse.dtype:
             problem_of(call)  # raises: copy_ would broadcast and convert
@@ -179,102 +175,41 @@ def _lse_shape(o: Operands) -> tuple[int, ...]:
     return (o.q.shape[0], o.q.shape[2], o.q.shape[1])
 
 
-@torch.library.custom_op("flash_attn_fp8::forward", mutates_args=())
-def _forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    page_table: Tensor | None,
-    learnable_sink: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    output_scale: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    min_seqlen_k: int | None,
-    num_splits: int,
-    seqlen_k_per_split: int | None,
-    pack_gqa: bool | None,
-    deterministic: bool,
-    scheduler_metadata: bool,
-    return_lse: bool,
-    out_dtype: torch.dtype | None,
-    fp8_policy: str | None,
-    impl: str | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse); lse is empty unless return_lse. Arguments: the fields of Operands and Options."""
-    out, lse = _forward_eager(_call_of(locals()))
-    return out, (lse if lse is not None else q.new_empty(0, dtype=torch.float32))
+@torch.library.custom_op(
+    "flash_attn_fp8::forward",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def _forward_op(*args: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse is empty unless return_lse."""
+    out, lse = _forward_eager(_call_of(*args[:_INPUTS], None, None, *args[_INPUTS:]))
+    return out, (lse if lse is not None else out.new_empty(0, dtype=torch.float32))
 
 
 @_forward_op.register_fake
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call_of(dict(zip(_FORWARD_ARGUMENTS, args, strict=True)))
-    problem = problem_of(call)
-    out, lse = _empty_out(problem, call.operands.q), _empty_lse(problem, call.operands.q)
-    return out, (lse if lse is not None else call.operands.q.new_empty(0, dtype=torch.float32))
+    call = _call_of(*args[:_INPUTS], None, None, *args[_INPUTS:])
+    problem, q = problem_of(call), call.operands.q
+    lse = _empty_lse(problem, q)
+    return _empty_out(problem, q), (lse if lse is not None else q.new_empty(0, dtype=torch.float32))
 
 
-@torch.library.custom_op("flash_attn_fp8::forward_out", mutates_args=("out", "lse"))
-def _forward_out_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    page_table: Tensor | None,
-    learnable_sink: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    output_scale: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
-    softcap: float,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    min_seqlen_k: int | None,
-    num_splits: int,
-    seqlen_k_per_split: int | None,
-    pack_gqa: bool | None,
-    deterministic: bool,
-    scheduler_metadata: bool,
-    return_lse: bool,
-    out_dtype: torch.dtype | None,
-    fp8_policy: str | None,
-    impl: str | None,
-) -> None:
+@torch.library.custom_op(
+    "flash_attn_fp8::forward_out",
+    mutates_args=("out", "lse"),
+    schema=f"({_TENSORS}, {_BUFFERS}, {_OPTIONS}) -> ()",
+)
+def _forward_out_op(*args: Any) -> None:
     """Like `forward`, into `out` and (where it is given) `lse`."""
-    _forward_eager(_call_of(locals()))
+    _forward_eager(_call_of(*args))
 
 
 @_forward_out_op.register_fake
 def _forward_out_fake(*args: Any) -> None:
-    problem_of(_call_of(dict(zip(_FORWARD_OUT_ARGUMENTS, args, strict=True))))
+    problem_of(_call_of(*args))
 
 
-_FORWARD_ARGUMENTS = (*Operands._fields[:-2], *Options._fields)
-_FORWARD_OUT_ARGUMENTS = (*Operands._fields, *Options._fields)
-
-
-def _call_of(arguments: dict[str, Any]) -> Call:
-    """The call that an op's arguments spell out."""
-    operands = Operands(**{n: a for n, a in arguments.items() if n in Operands._fields})
-    options = Options(**{n: a for n, a in arguments.items() if n in Options._fields})
-    return Call("torch.ops.flash_attn_fp8.forward", operands, options)
+def _call_of(*args: Any) -> Call:
+    """The call that the arguments of `forward_out` spell out."""
+    operands, options = args[: len(Operands._fields)], args[len(Operands._fields) :]
+    return Call("torch.ops.flash_attn_fp8.forward", Operands(*operands), Options(*options))

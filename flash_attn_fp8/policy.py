@@ -143,7 +143,7 @@ class Fp8Policy:
     @property
     def headroom_log2(self) -> float:
         """log2 distance between the largest P and the format's largest value; >= 0 if safe."""
-        return self.format.log2_max - self.max_offset - self.rescale_threshold
+        return self.format.log2_max - (self.max_offset + self.rescale_threshold)
 
     @property
     def tail_log2(self) -> float:

@@ -8,8 +8,9 @@ functions the granularity.
 
 Corner cases. A group of zeros has descale 1. The descale is never below 2**-126, the smallest
 normal fp32 number, so denormal rows stay finite, nor so large that the largest code times it
-overflows. Infinities do not count in amax and saturate to the format's largest value. A NaN stays NaN, alone, in e4m3 and e5m2; int8 has no NaN, so the
-descale of its group becomes NaN and the whole group does.
+overflows. Infinities do not count in amax and saturate to the format's largest value. A NaN stays
+NaN, alone, in e4m3 and e5m2; int8 has no NaN, so the descale of its group becomes NaN and the whole
+group does.
 """
 
 from __future__ import annotations

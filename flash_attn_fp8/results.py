@@ -121,13 +121,17 @@ def versions() -> dict[str, str | None]:
 def commit(root: Path | None = None) -> str:
     """`git describe --always` of the checkout at `root`, with -dirty; "unknown" outside of one.
 
-    Dirty means that anything but the results folder differs from the commit, untracked files
-    included: a module that was never committed cannot be found again either.
+    Without a root it is this file's own checkout, never one that it was installed inside of. Dirty
+    means that anything but the results folder differs from the commit, untracked files included: a
+    module that was never committed cannot be found again either.
     """
-    at = Path(__file__).resolve().parent if root is None else root
+    here = Path(__file__).resolve()
+    at = here.parent if root is None else root
     described = _git(at, "describe", "--always", "--tags")
     top = _git(at, "rev-parse", "--show-toplevel")
     if described is None or top is None:
+        return "unknown"
+    if root is None and here.parent.parent != Path(top).resolve():
         return "unknown"
     changed = _git(Path(top), "status", "--porcelain", "--", ".", f":(exclude){FOLDER}")
     return f"{described}-dirty" if changed or changed is None else described
@@ -248,10 +252,20 @@ def write(results: Results, name: str, folder: Path, columns: Sequence[str] = ("
     check(results.rows)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    text = json.dumps(results.as_json(), indent=1, ensure_ascii=False, allow_nan=False)
     _replace(folder / f"{name}.md", markdown(results, name, columns))
-    _replace(path, text + "\n")
+    _replace(path, _dumped(results.as_json()))
     return path
+
+
+def _dumped(content: dict[str, Any]) -> str:
+    """The JSON text, a row a line, so that a changed row is a changed line."""
+
+    def text(x: object) -> str:
+        return json.dumps(x, ensure_ascii=False, allow_nan=False)
+
+    head = [f"{text(k)}: {text(v)}" for k, v in content.items() if k != "rows"]
+    rows = ",\n".join(map(text, content["rows"]))
+    return "{\n" + ",\n".join([*head, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -349,23 +363,25 @@ class Plot:
     """What to draw of the rows of one metric.
 
     `x` is along the axis (numbers: lines over a log2 axis; text: bars in groups), `series` are the
-    lines or bars, `panels` the separate plots side by side. Each names case entries or "impl";
-    `series` and `panels` may name several, joined.
+    lines or bars, `panels` the separate plots. Each names case entries or "impl"; several are
+    joined. Rows of the impl `points` are drawn as points on the bars that they belong to.
     """
 
     metric: str
     x: Sequence[str]
     series: Sequence[str]
     panels: Sequence[str] = ()
+    where: Mapping[str, Scalar] = field(default_factory=dict)  # only rows with these entries
+    points: str | None = None
     title: str = ""
-    panel_columns: int = 2
+    panels_across: int = 4
 
 
 def plot(rows: Sequence[Row], what: Plot, path: Path) -> Path:
     """Draw a PNG with a logarithmic value axis.
 
     Raises:
-        ResultsError: matplotlib is missing, or no row has the metric.
+        ResultsError: matplotlib is missing, or there is nothing to draw.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -375,27 +391,34 @@ def plot(rows: Sequence[Row], what: Plot, path: Path) -> Path:
             "plots need matplotlib, which the `bench` extra brings: "
             "pip install 'flash-attn-fp8[bench]'"
         ) from missing
-    chosen = [row for row in rows if row.metric == what.metric]
+    chosen = [
+        row
+        for row in rows
+        if row.metric == what.metric and all(row.at(k) == v for k, v in what.where.items())
+    ]
     if not chosen:
-        raise ResultsError(f"no row has the metric {what.metric!r}")
+        raise ResultsError(f"no row has the metric {what.metric!r} and {dict(what.where)}")
     panels = list(dict.fromkeys(_joined(row, what.panels) for row in chosen))
-    across = min(len(panels), what.panel_columns)
+    series = list(dict.fromkeys(_joined(row, what.series) for row in chosen))
+    across = min(len(panels), what.panels_across)
     down = -(-len(panels) // across)
-    figure = Figure(figsize=(6.4 * across + 2.4, 3.6 * down + 0.8), layout="constrained")
+    figure = Figure(figsize=(max(9.0, 4.0 * across), 3.4 * down + 1.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(down, across, squeeze=False).flatten()
-    series = list(dict.fromkeys(_joined(row, what.series) for row in chosen))
     for axis, panel in zip(axes, panels, strict=False):
         inside = [row for row in chosen if _joined(row, what.panels) == panel]
         _draw(axis, inside, what, series)
         axis.set_title(panel, fontsize=10)
-        axis.set_ylabel(f"{what.metric} ({inside[0].unit})")
+        axis.set_ylabel(f"{what.metric} ({inside[0].unit})", fontsize=8)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(_tick)
+        axis.tick_params(labelsize=8, which="both")
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    handles = {h.get_label(): h for axis in axes for h in _handles(axis)}
-    named = [name for name in series if name in handles]
-    figure.legend([handles[n] for n in named], named, loc="outside right upper", fontsize=8)
-    figure.suptitle(what.title or what.metric)
+    named = {h.get_label(): h for axis in axes for h in axis.get_legend_handles_labels()[0]}
+    order = sorted(named, key=lambda n: series.index(n) if n in series else len(series))
+    figure.legend([named[n] for n in order], order, loc="outside lower center", ncols=4, fontsize=8)
+    figure.suptitle(what.title or what.metric, fontsize=11)
     figure.savefig(path, dpi=120)
     return path
 
@@ -404,33 +427,45 @@ def _joined(row: Row, names: Sequence[str]) -> str:
     return " · ".join(str(row.at(name)) for name in names if row.at(name) is not None)
 
 
-def _handles(axis: Any) -> list[Any]:
-    found: list[Any] = axis.get_legend_handles_labels()[0]
-    return found
+def _tick(value: float, _: int) -> str:
+    """The label of a minor tick of a logarithmic axis: 2, 3 and 5 of a decade have one."""
+    text = f"{value:.0e}"
+    return f"{value:g}" if text[0] in "235" else ""
 
 
 def _draw(axis: Any, rows: Sequence[Row], what: Plot, series: Sequence[str]) -> None:
     """Lines where every x is a number, bars in groups otherwise; one colour a series."""
     first = what.x[0]
     numeric = len(what.x) == 1 and all(not isinstance(row.at(first), (str, bool)) for row in rows)
-    places = list(dict.fromkeys(_joined(row, what.x) for row in rows))
+    axis.set_yscale("log")
+    axis.grid(axis="y", which="both", alpha=0.3)
+    if not numeric:
+        _draw_bars(axis, rows, what, series)
+        return
     for i, name in enumerate(series):
         mine = [row for row in rows if _joined(row, what.series) == name and row.value > 0]
-        colour = f"C{i % 10}"
-        if not mine:
-            continue
-        if numeric:
-            marker, line = "osD^vPX*"[i % 8], ("-", "--", ":")[i // 10 % 3]
-            points = sorted((float(row.at(first) or 0), row.value) for row in mine)
-            axis.plot(*zip(*points, strict=True), line, marker=marker, color=colour, label=name)
-        else:
-            width = 0.8 / len(series)
-            at = [places.index(_joined(row, what.x)) + (i + 0.5) * width - 0.4 for row in mine]
-            axis.bar(at, [row.value for row in mine], width, color=colour, label=name)
-    axis.set_yscale("log")
-    if numeric:
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel(first)
-    else:
-        axis.set_xticks(range(len(places)), places, fontsize=8)
-    axis.grid(axis="y", which="both", alpha=0.3)
+        points = sorted((float(row.at(first) or 0), row.value) for row in mine)
+        if points:
+            marker, style = "osD^vPX*"[i % 8], ("-", "--", ":")[i // 10 % 3]
+            axis.plot(*zip(*points, strict=True), style, marker=marker, color=f"C{i}", label=name)
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel(first, fontsize=8)
+
+
+def _draw_bars(axis: Any, rows: Sequence[Row], what: Plot, series: Sequence[str]) -> None:
+    places = list(dict.fromkeys(_joined(row, what.x) for row in rows))
+    width = 0.85 / len(series)
+
+    def place(row: Row) -> float:
+        within = series.index(_joined(row, what.series)) + 0.5
+        return places.index(_joined(row, what.x)) + within * width - 0.425
+
+    for i, name in enumerate(series):
+        mine = [r for r in rows if _joined(r, what.series) == name and r.impl != what.points]
+        at, heights = [place(row) for row in mine], [row.value for row in mine]
+        axis.bar(at, heights, width * 0.9, color=f"C{i}", label=name)
+    points = [row for row in rows if row.impl == what.points]
+    if points:
+        at, heights = [place(row) for row in points], [row.value for row in points]
+        axis.plot(at, heights, "D", color="black", markersize=5, label=what.points)
+    axis.set_xticks(range(len(places)), places)

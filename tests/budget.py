@@ -37,8 +37,8 @@ FP32_STEPS = 32
 # The one-shot model shares the data, not the rounding errors, of what it budgets for. The squared
 # error is a sum over (row, key) of weights w = p^2 |v|^2 times squared relative roundings, so with
 # n = (sum w)^2 / sum w^2 effective terms two such errors differ, relative and in the root, by a
-# standard deviation of sqrt(2 K / n) / 2. K = var(e^2) / E(e^2)^2 of a rounding error e is 0.8 for a
-# uniform one; binades of different size make it a little larger.
+# standard deviation of sqrt(2 K / n) / 2. K = var(e^2) / E(e^2)^2 of a rounding error e is 0.8 for
+# a uniform one; binades of different size make it a little larger.
 KURTOSIS = 1.25
 SIGMAS = 4.0
 # What one lag for all rows misses of lags that differ from row to row and tile to tile.

@@ -181,7 +181,7 @@ class _OnlineSoftmax:
                 x = x + torch.log2(v_scale)
         x = self._mask(x, lo, hi)
         rescale = self._update_max(x)
-        p = torch.exp2(x - self._finite_max() + self.policy.max_offset)
+        p = _exp2(x - self._finite_max() + self.policy.max_offset)
         rounded, weight = self._round(x, p, v_scale)
         exact = rounded * weight if self.policy.exp2 != "exact" else p * self._sum_weight(v_scale)
         self.row_sum = self.row_sum * rescale + _sum(exact)
@@ -215,11 +215,11 @@ class _OnlineSoftmax:
         lag = torch.where(new.isneginf(), 0.0, new - old)
         keep = lag <= self.policy.rescale_threshold
         self.row_max = torch.where(keep, old, new)
-        rescale = torch.where(keep, 1.0, torch.exp2(-lag))
+        rescale = torch.where(keep, 1.0, _exp2(-lag))
         if self.observer is not None:
             alive = ~old.isneginf()
             finite = self._finite_max()
-            p = torch.exp2(x - finite + self.policy.max_offset)
+            p = _exp2(x - finite + self.policy.max_offset)
             self.observer(TileStats(alive, alive & ~keep, p, finite[..., 0]))
         return rescale
 
@@ -254,8 +254,8 @@ class _OnlineSoftmax:
             sink = (self.sink * LOG2E).clamp(max=torch.finfo(torch.float32).max)
             top = torch.maximum(self.row_max, sink)
             finite = torch.where(top.isneginf(), 0.0, top)
-            rescale = torch.exp2(torch.where(self.row_max.isneginf(), 0.0, self.row_max) - finite)
-            in_sink = torch.exp2(sink - finite + offset)
+            rescale = _exp2(torch.where(self.row_max.isneginf(), 0.0, self.row_max) - finite)
+            in_sink = _exp2(sink - finite + offset)
         used = self.row_sum if self.policy.row_sum == "exact" else self.row_sum_quantized
         total = used * rescale + in_sink
         out = self.acc.value() * (rescale / torch.where(total == 0, 1.0, total))[..., None]
@@ -263,6 +263,14 @@ class _OnlineSoftmax:
             out = out * self.block.v_scale[:, :, None, None]
         lse = LN2 * (self._finite_max()[..., 0] - offset + torch.log2(self.row_sum))
         return out, lse if self.sink is None else torch.logaddexp(lse, self.sink)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """2 ** x, correctly rounded but for ties.
+
+    torch.exp2 gives the last elements of a tensor, which it does not vectorise, other bits.
+    """
+    return torch.exp(x.double() * LN2).float()
 
 
 def _sum(p: Tensor) -> Tensor:

@@ -19,6 +19,5 @@ LONG_FUNCTIONS = {
 WIDE_MODULES = {
     "flash_attn_fp8/api.py": PUBLIC,
     "flash_attn_fp8/kvcache.py": PUBLIC,
-    "flash_attn_fp8/ops.py": "a torch op takes tensors and numbers one by one, never a record",
     "tests/data.py": "one keyword for each axis and format of a random case, all with defaults",
 }

@@ -1,0 +1,489 @@
+"""Calls that are refused, and what the refusal says, to the letter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import flash_attn_fp8 as fa
+from tests.api.calls import BASES, Arguments, codes, dense, ints
+
+
+@dataclass(frozen=True, eq=False)  # tensors have no truth to compare by
+class Case:
+    """A base call, what is changed in it, and the reasons against the result, in order."""
+
+    function: str
+    base: str
+    changes: dict[str, Any]
+    reasons: tuple[str, ...]
+
+    @property
+    def arguments(self) -> Arguments:
+        return BASES[self.base]() | self.changes
+
+    def __str__(self) -> str:
+        return f"{self.base}: {self.reasons[0][:40]}"
+
+
+def _on(function: str, base: str) -> Callable[..., Case]:
+    def case(*reasons: str, **changes: object) -> Case:
+        return Case(function, base, changes, tuple(" ".join(r.split()) for r in reasons))
+
+    return case
+
+
+DENSE = _on("flash_attn_func", "dense")
+BATCHED = _on("flash_attn_varlen_func", "dense")
+PACKED = _on("flash_attn_varlen_func", "packed")
+PAGED = _on("flash_attn_varlen_func", "paged_pool")
+PRIVATE = _on("_flash_attn_fwd", "packed")
+CACHE = _on("flash_attn_with_kvcache", "cache")
+
+
+def _f(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape)
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.bfloat16)
+
+
+def _int8(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.int8)
+
+
+# Wrong shapes, dtypes and options: no data is read.
+INVALID = (
+    DENSE("q must be a torch.Tensor, got NoneType None", q=None),
+    DENSE("k must be a torch.Tensor, got list [1]", k=[1]),
+    DENSE(
+        "q is on cpu, but v on meta; all tensors must be on one device",
+        v=codes(2, 40, 2, 16).to("meta"),
+    ),
+    PAGED(
+        "page_table and cu_seqlens_k exclude each other: a paged cache takes seqused_k",
+        cu_seqlens_k=ints(0, 40, 57),
+    ),
+    DENSE(
+        """q=e4m3[12, 4, 16] must be (batch, seqlen, nheads, head_dim); packed sequences need
+        cu_seqlens_q""",
+        q=codes(12, 4, 16),
+    ),
+    DENSE(
+        "k=e4m3[1, 2, 40, 2, 16] must be (batch, seqlen, nheads, head_dim)",
+        k=codes(1, 2, 40, 2, 16),
+    ),
+    PACKED(
+        """q=e4m3[2, 6, 4, 16] must be (total, nheads, head_dim); drop cu_seqlens_q for batched
+        sequences""",
+        q=codes(2, 6, 4, 16),
+    ),
+    PAGED(
+        "k=e4m3[40, 2, 16] must be (num_pages, page_size, nheads_kv, head_dim)", k=codes(40, 2, 16)
+    ),
+    PACKED(
+        "cu_seqlens_q must be int32, got int64: cu_seqlens_q.int()",
+        cu_seqlens_q=ints(0, 4, 12).long(),
+    ),
+    PACKED(
+        "cu_seqlens_q must be one-dimensional, got shape [1, 3]", cu_seqlens_q=ints(0, 4, 12)[None]
+    ),
+    PAGED("page_table must be (batch, max_pages), got shape [2]", page_table=ints(0, 1)),
+    PACKED("cu_seqlens_q must hold batch + 1 offsets, got none", cu_seqlens_q=ints()),
+    PACKED(
+        "cu_seqlens_q must be contiguous in its last dimension",
+        cu_seqlens_q=ints(0, 9, 4, 9, 12)[::2],
+    ),
+    DENSE(
+        """q has stride 4 in its last dimension; it must be contiguous there (any stride is
+        fine elsewhere): q.contiguous()""",
+        q=codes(2, 6, 16, 4).transpose(2, 3),
+    ),
+    DENSE(
+        """k=e4m3[2, 40, 2, 16] and v=e4m3[2, 41, 2, 16] must agree in all dimensions but the
+        last""",
+        v=codes(2, 41, 2, 16),
+    ),
+    DENSE("q has head_dim 16 and k 24; they must be equal", k=codes(2, 40, 2, 24)),
+    DENSE(
+        """head_dim=20 is not supported; it must be a multiple of 8 from 8 to 256: 8, 16, ...,
+        256""",
+        q=codes(2, 6, 4, 20),
+        k=codes(2, 40, 2, 20),
+    ),
+    DENSE(
+        """head_dim_v=264 is not supported; it must be a multiple of 8 from 8 to 256: 8, 16,
+        ..., 256""",
+        v=codes(2, 40, 2, 264),
+    ),
+    PAGED("page_size=0 must be at least 1", k=codes(13, 0, 2, 16), v=codes(13, 0, 2, 16)),
+    DENSE(
+        "q has 3 heads and k, v have 2: the first must be a positive multiple of the second",
+        q=codes(2, 6, 3, 16),
+    ),
+    DENSE(
+        "learnable_sink must have one logit per query head, shape [4], got [3]",
+        learnable_sink=_f(3),
+    ),
+    DENSE("learnable_sink must be bf16, fp16 or fp32, got float64", learnable_sink=_f(4).double()),
+    DENSE(
+        "q=e4m3[2, 6, 4, 16] is a batch of 2, k=e4m3[3, 40, 2, 16] one of 3",
+        k=codes(3, 40, 2, 16),
+        v=codes(3, 40, 2, 16),
+    ),
+    PACKED(
+        "cu_seqlens_q=int32[3] is a batch of 2, cu_seqlens_k=int32[2] one of 1",
+        "cu_seqlens_q=int32[3] is a batch of 2, seqused_q=int32[3] one of 3",
+        cu_seqlens_k=ints(0, 80),
+        seqused_q=ints(1, 1, 1),
+    ),
+    DENSE(
+        "k and v must have one dtype, got q=e4m3, k=e4m3, v=bf16", v=codes(2, 40, 2, 16).bfloat16()
+    ),
+    DENSE(
+        """q=e5m2, k=e4m3, v=e4m3 is no supported mix: q, k and v all e4m3, e5m2, bf16 or fp16,
+        or bf16/fp16 q over e4m3, e5m2 or int8 k and v (torch.uint8 codes: use .view(dtype))""",
+        q=codes(2, 6, 4, 16).to(torch.float8_e5m2),
+    ),
+    DENSE(
+        """q=uint8, k=uint8, v=uint8 is no supported mix: q, k and v all e4m3, e5m2, bf16 or
+        fp16, or bf16/fp16 q over e4m3, e5m2 or int8 k and v (torch.uint8 codes: use
+        .view(dtype))""",
+        **({n: t.view(torch.uint8) for n, t in dense().items()}),
+    ),
+    DENSE("out is bf16, out_dtype asks for fp16", out_dtype=torch.float16, out=_bf16(2, 6, 4, 16)),
+    DENSE(
+        "output cannot be float64; it can be bf16, fp16, fp32, e4m3, e5m2", out_dtype=torch.float64
+    ),
+    DENSE("output cannot be 'bf16'; it can be bf16, fp16, fp32, e4m3, e5m2", out_dtype="bf16"),
+    DENSE("window_size: 7 is no pair; write (left, right)", window_size=7),
+    DENSE("window_size left=7.0 must be an int or None", window_size=(7.0, None)),
+    DENSE("window_size: (1, 2, 3) is no pair; write (left, right)", window_size=(1, 2, 3)),
+    DENSE(
+        """window_size=(256, -1) with causal=False: -1 means 'unlimited' in FA2 and FA3 and 'up
+        to the key before the query' in FA4; write None for unlimited, or causal=True""",
+        window_size=(256, -1),
+    ),
+    DENSE(
+        """window_size left=-5: negative bounds mean 'unlimited' in FA2 and FA3 and an offset
+        in FA4; write None for unlimited, or a bound >= 0""",
+        window_size=(-5, None),
+        causal=True,
+    ),
+    DENSE(
+        "softmax_scale=-0.1 must be a positive finite number (negate q for a negative one)",
+        softmax_scale=-0.1,
+    ),
+    DENSE(
+        "softmax_scale=nan must be a positive finite number (negate q for a negative one)",
+        softmax_scale=math.nan,
+    ),
+    DENSE(
+        "softmax_scale=fp32[2] must be a positive finite number (negate q for a negative one)",
+        softmax_scale=_f(2),
+    ),
+    DENSE("softcap=-1.0 must be a finite number >= 0; 0 means none", softcap=-1.0),
+    DENSE(
+        "causal=1 must be True or False",
+        "deterministic=None must be True or False",
+        "return_lse='yes' must be True or False",
+        causal=1,
+        deterministic=None,
+        return_lse="yes",
+    ),
+    DENSE("causal=fp32[2, 2] must be True or False", causal=_f(2, 2)),
+    DENSE("pack_gqa=1 must be True, False or None", pack_gqa=1),
+    PACKED(
+        "max_seqlen_q=8.0 must be an int >= 0 (a tensor would cost a synchronisation)",
+        "max_seqlen_k=int32[1] must be an int >= 0 (a tensor would cost a synchronisation)",
+        "min_seqlen_k=-1 must be an int >= 0 (a tensor would cost a synchronisation)",
+        max_seqlen_q=8.0,
+        max_seqlen_k=ints(50),
+        min_seqlen_k=-1,
+    ),
+    DENSE("num_splits=257 must be an int from 0 (chosen for you) to 256", num_splits=257),
+    DENSE("num_splits=True must be an int from 0 (chosen for you) to 256", num_splits=True),
+    DENSE("seqlen_k_per_split=100 must be a positive multiple of 128", seqlen_k_per_split=100),
+    DENSE(
+        "num_splits=2 and seqlen_k_per_split=128 exclude each other",
+        seqlen_k_per_split=128,
+        num_splits=2,
+    ),
+    DENSE("impl='triton' is not one of None, 'cute', 'sim', 'tiled', 'reference'", impl="triton"),
+    DENSE(
+        """fp8_policy: e4m3 has no policy 'best'; it has default, reference_fix, eager_rescale,
+        balanced. Any Fp8Policy can be passed as well""",
+        fp8_policy="best",
+    ),
+    DENSE(
+        """fp8_policy: Fp8Policy: max_offset 8 + rescale_threshold 4 = 12 exceeds log2(448) =
+        8.807 of e4m3: the largest probabilities would saturate while the row sum does not.
+        Lower either by 3.193, or see Fp8Policy.breaking_the_budget for experiments""",
+        fp8_policy="e4m3 max_offset=8 rescale_threshold=4",
+    ),
+    DENSE(
+        """fp8_policy=8 must be an Fp8Policy, a name (default, reference_fix, eager_rescale,
+        balanced) or None""",
+        fp8_policy=8,
+    ),
+    DENSE(
+        """fp8_policy is for P in e5m2; with q in e4m3 and v in e4m3 P is e4m3:
+        policy_for('e4m3')""",
+        fp8_policy=fa.policy_for("e5m2"),
+    ),
+    PAGED("max_seqlen_k=41 does not fit in page_table's 5 pages x 8 = 40 keys", max_seqlen_k=41),
+    BATCHED(
+        "max_seqlen_q=5, but every sequence has length 6",
+        "max_seqlen_k=39, but every sequence has length 40",
+        "min_seqlen_k=41, but every sequence has length 40",
+        max_seqlen_q=5,
+        max_seqlen_k=39,
+        min_seqlen_k=41,
+    ),
+    DENSE("out must have shape [2, 6, 4, 16], got [2, 6, 4, 8]", out=_bf16(2, 6, 4, 8)),
+    DENSE("out must be contiguous in its last dimension", out=_bf16(2, 6, 16, 4).transpose(2, 3)),
+    DENSE(
+        "out is expanded: its elements share memory; clone it",
+        out=_bf16(1, 6, 4, 16).expand(2, -1, -1, -1),
+    ),
+    DENSE("lse must have shape [2, 4, 6], got [2, 6, 4]", lse=_f(2, 6, 4)),
+    DENSE("lse is expanded: its elements share memory; clone it", lse=_f(2, 4, 1).expand(2, 4, 6)),
+    DENSE("lse must be fp32, got bf16", lse=_bf16(2, 4, 6)),
+    DENSE(
+        """v_descale missing: int8 has no range of its own; give the fp32 scales that the codes
+        were made with (see quantize)""",
+        q=codes(2, 6, 4, 16).bfloat16(),
+        k=_int8(2, 40, 2, 16),
+        v=_int8(2, 40, 2, 16),
+        k_descale=torch.tensor(1.0),
+    ),
+    DENSE(
+        """q_descale is given, but q have 16 bits (bf16): a scale belongs to 8-bit codes. Fold
+        it into softmax_scale, or quantize first""",
+        q=codes(2, 6, 4, 16).bfloat16(),
+        q_descale=torch.tensor(1.0),
+    ),
+    DENSE(
+        """v_descale is given, but k and v have 16 bits (bf16): a scale belongs to 8-bit codes.
+        Fold it into softmax_scale, or quantize first""",
+        **({n: t.bfloat16() for n, t in dense().items()} | dict(v_descale=torch.tensor(1.0))),
+    ),
+    DENSE("k_descale must be fp32, got bf16", k_descale=_bf16(2)),
+    DENSE(
+        """q_descale has shape [3]; wanted [] or [1] (per tensor), or [2], [4], [2, 2], [2, 4],
+        [2, 6, 2], [2, 6, 4] (per head; per batch and head; per token and head)""",
+        """k_descale has shape [2, 40]; wanted [] or [1] (per tensor), or [2], [2, 2], [2, 40,
+        2] (per head; per batch and head; per token and head)""",
+        q_descale=_f(3),
+        k_descale=_f(2, 40),
+    ),
+    PACKED(
+        """v_descale has shape [80, 2]; wanted [] or [1] (per tensor), or [2], [2, 2], [1, 80,
+        2] (per head; per batch and head; per token and head)""",
+        v_descale=_f(80, 2),
+    ),
+    PAGED(
+        """k_descale has shape [2, 40, 2]; wanted [] or [1] (per tensor), or [2], [2, 2], [13,
+        8, 2] (per head; per batch and head; per token and head)""",
+        k_descale=_f(2, 40, 2),
+    ),
+    DENSE(
+        """output_scale belongs to an fp8 output; out is bf16. Ask for
+        out_dtype=torch.float8_e4m3fn, or drop output_scale""",
+        output_scale=2.0,
+        out_dtype=torch.bfloat16,
+    ),
+    DENSE("output_scale must be one fp32 element, got bf16[2]", output_scale=_bf16(2)),
+    DENSE("output_scale must be a torch.Tensor, got str '2'", output_scale="2"),
+    DENSE(
+        "num_splits=-1 must be an int from 0 (chosen for you) to 256",
+        "q has 3 heads and k, v have 2: the first must be a positive multiple of the second",
+        "softcap=-1.0 must be a finite number >= 0; 0 means none",
+        """fp8_policy: e4m3 has no policy 'best'; it has default, reference_fix, eager_rescale,
+        balanced. Any Fp8Policy can be passed as well""",
+        "output cannot be int8; it can be bf16, fp16, fp32, e4m3, e5m2",
+        """score_mod=<built-in function abs>: not supported yet; softcap, window_size and
+        learnable_sink are""",
+        q=codes(2, 6, 3, 16),
+        softcap=-1.0,
+        num_splits=-1,
+        fp8_policy="best",
+        score_mod=abs,
+        out_dtype=torch.int8,
+    ),
+    CACHE(
+        "page_table must be (batch, max_pages), got shape [2, 1, 1]",
+        cache_batch_idx=ints(1, 0)[:, None, None],
+    ),
+)
+
+# Legal calls that nothing executes.
+UNSUPPORTED = (
+    DENSE(
+        """learnable_sink require grad: this package is forward only; call it under
+        torch.no_grad() or detach them""",
+        learnable_sink=torch.ones(4, requires_grad=True),
+    ),
+    DENSE(
+        """qv=bf16[2, 6, 4, 64]: MLA's second query is not supported; concatenate heads, or use
+        flash_attn.cute""",
+        qv=_bf16(2, 6, 4, 64),
+    ),
+    DENSE(
+        "gather_kv_indices=int32[1]: selecting cells is not supported yet",
+        gather_kv_indices=ints(0),
+    ),
+    DENSE(
+        """score_mod=<built-in function abs>: not supported yet; softcap, window_size and
+        learnable_sink are""",
+        score_mod=abs,
+    ),
+    DENSE(
+        "mask_mod=<built-in function abs>: not supported yet; causal and window_size are",
+        mask_mod=abs,
+    ),
+    DENSE(
+        "aux_tensors=[1]: only score_mod and mask_mod read it, which are not supported yet",
+        "aux_scalars=(1, 2): only score_mod and mask_mod read it, which are not supported yet",
+        aux_tensors=[1],
+        aux_scalars=(1, 2),
+    ),
+    DENSE("block_sparse_tensors=1: block sparsity is not supported", block_sparse_tensors=1),
+    DENSE(
+        "score_mod_bwd=1: this package is forward only",
+        "block_sparse_tensors_bwd=2: this package is forward only",
+        "gather_bwd_token_chunk=3: this package is forward only",
+        "gather_bwd_recompute_p=True: this package is forward only",
+        score_mod_bwd=1,
+        block_sparse_tensors_bwd=2,
+        gather_bwd_recompute_p=True,
+        gather_bwd_token_chunk=3,
+    ),
+    PACKED(
+        "scheduler_metadata=1: plans need no metadata tensors here; leave it out",
+        scheduler_metadata=1,
+    ),
+    PACKED(
+        "scheduler_metadata=1: plans need no metadata tensors here; leave it out",
+        scheduler_metadata=1,
+        disable_scheduler_metadata=True,
+    ),
+    PRIVATE(
+        "tile_mn=(128, 64): tiles are chosen by the plan",
+        "mma_pv_is_rs=True: chosen by the plan",
+        "intra_wg_overlap=False: chosen by the plan",
+        "_arch=100: the architecture is the tensors'; explain(..., target=) plans for another",
+        "num_threads=256: chosen by the plan",
+        tile_mn=(128, 64),
+        mma_pv_is_rs=True,
+        intra_wg_overlap=False,
+        num_threads=256,
+        _arch=100,
+    ),
+    CACHE(
+        """k=e4m3[2, 1, 2, 16]: appending in the same call is not supported yet; write the
+        cache first""",
+        """v=e4m3[2, 1, 2, 16]: appending in the same call is not supported yet; write the
+        cache first""",
+        """cu_seqlens_k_new=int32[2]: appending in the same call is not supported yet; write
+        the cache first""",
+        k=codes(2, 1, 2, 16),
+        v=codes(2, 1, 2, 16),
+        cu_seqlens_k_new=ints(0, 1),
+    ),
+    CACHE(
+        "rotary_cos=fp32[9, 8]: rotary embedding is not supported; rotate q and k first",
+        "rotary_sin=fp32[9, 8]: rotary embedding is not supported; rotate q and k first",
+        "rotary_seqlens=int32[1]: rotary embedding is not supported; rotate q and k first",
+        "rotary_interleaved=False: rotary embedding is not supported; rotate q and k first",
+        rotary_cos=_f(9, 8),
+        rotary_sin=_f(9, 8),
+        rotary_seqlens=ints(1),
+        rotary_interleaved=False,
+    ),
+    CACHE(
+        """cache_leftpad=int32[2]: not supported; pass a page_table or slices that start at the
+        first key""",
+        "attention_chunk=64: not supported; use window_size",
+        "sm_margin=4: not supported",
+        cache_leftpad=ints(1, 1),
+        attention_chunk=64,
+        sm_margin=4,
+    ),
+    CACHE(
+        "cache_batch_idx=int32[2]: selects sequences of an unpaged cache; drop page_table",
+        cache_batch_idx=ints(1, 0),
+        page_table=ints(0, 1)[:, None],
+    ),
+    DENSE("impl='cute': needs a CUDA device; the tensors are on the CPU", impl="cute"),
+    DENSE("impl='sim': this version has no simulator", impl="sim"),
+    DENSE(
+        """impl='reference': it keeps P exact, so fp8_policy would have no effect; use
+        impl='tiled'""",
+        impl="reference",
+        fp8_policy="default",
+    ),
+    DENSE(
+        "impl='reference': it does not split the keys; use impl='tiled', or num_splits=1",
+        impl="reference",
+        num_splits=2,
+    ),
+)
+
+# Wrong values in index and scale tensors.
+VALUES = (
+    PACKED("cu_seqlens_q must start at 0, got 1", cu_seqlens_q=ints(1, 4, 12)),
+    PACKED(
+        "cu_seqlens_k must not decrease, but goes from 50 to 30 at sequence 1",
+        cu_seqlens_k=ints(0, 50, 30),
+    ),
+    PACKED(
+        "cu_seqlens_k ends at 81, past the 80 rows of the packed tensor",
+        cu_seqlens_k=ints(0, 30, 81),
+    ),
+    PACKED(
+        "seqused_q[1]=9 must be from 0 to the 8 rows that sequence 1 has",
+        "seqused_k[0]=-1 must be from 0 to the 30 rows that sequence 0 has",
+        seqused_q=ints(4, 9),
+        seqused_k=ints(-1, 3),
+    ),
+    BATCHED(
+        "seqused_k[1]=41 must be from 0 to the 40 rows that sequence 1 has", seqused_k=ints(40, 41)
+    ),
+    PAGED(
+        "seqused_k[0]=41 must be from 0 to the 40 rows that sequence 0 has", seqused_k=ints(41, 1)
+    ),
+    PACKED(
+        "max_seqlen_q=7, but sequence 1 has 8 rows: those beyond would not be computed",
+        "max_seqlen_k=49, but sequence 1 has 50 rows: those beyond would not be computed",
+        "min_seqlen_k=31, but sequence 0 has 30 keys",
+        max_seqlen_q=7,
+        max_seqlen_k=49,
+        min_seqlen_k=31,
+    ),
+    PAGED(
+        "page_table[0, 4]=13 is in use and must be from 0 to 12",
+        page_table=torch.tensor([[0, 1, 2, 3, 13], [4, 5, 6, -1, -1]], dtype=torch.int32),
+    ),
+    DENSE(
+        "q_descale must be finite and positive, found 0.0 (an all-zero row has scale 1)",
+        q_descale=torch.zeros(()),
+    ),
+    DENSE(
+        "k_descale must be finite and positive, found inf (an all-zero row has scale 1)",
+        k_descale=torch.full((2, 2), float("inf")),
+    ),
+    DENSE(
+        "v_descale must be finite and positive, found nan (an all-zero row has scale 1)",
+        v_descale=torch.full((2, 40, 2), math.nan),
+    ),
+    DENSE(
+        "output_scale must be finite and positive, found -2.0 (an all-zero row has scale 1)",
+        output_scale=-2.0,
+    ),
+)

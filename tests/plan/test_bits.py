@@ -1,0 +1,165 @@
+"""The bits of a row follow from its own query, keys, scales, policy and splits, and nothing else.
+
+Not from the batch, its order, the neighbours, padding, pages, strides, or the other heads and rows
+of the call (design, invariant 8).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash_attn_fp8 as fa
+from tests.api.calls import same_bits
+from tests.data import one_hot_v, visible_keys
+from tests.plan.sequences import LAYOUTS, Form, alone, forms, lengths, sequence, together
+
+SEEDS = st.integers(0, 2**20)
+MODERATE = settings(deadline=None, derandomize=True, database=None, max_examples=25)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_any_company_as_alone(layout: str, impl: str) -> None:
+    @settings(MODERATE, max_examples=30 if impl == "tiled" else 15)
+    @given(forms(impl), st.lists(lengths(), min_size=1, max_size=4), st.integers(1, 40), SEEDS)
+    def check(form: Form, sizes: list[tuple[int, int]], page_size: int, seed: int) -> None:
+        sequences = [sequence(form, *size, seed + i) for i, size in enumerate(sizes)]
+        for s, results in zip(
+            sequences, together(form, sequences, layout, page_size, seed), strict=True
+        ):
+            assert same_bits(results, alone(form, s))
+
+    check()
+
+
+def test_of_the_last_rows_as_of_all(impl: str) -> None:
+    """The window is aligned with the last key, so that a prompt may be computed in chunks."""
+
+    @MODERATE
+    @given(forms(impl), st.integers(1, 30), st.integers(0, 300), st.data())
+    def check(form: Form, rows: int, keys: int, data: st.DataObject) -> None:
+        s = sequence(form, rows, keys, seed=rows)
+        last = data.draw(st.integers(1, rows))
+        scales = {n: x[-last:] if n == "q" else x for n, x in s.scales.items()}
+        chunk = type(s)(s.q[-last:], s.k, s.v, scales)
+        out, lse = alone(form, s)
+        assert same_bits(alone(form, chunk), (out[-last:], lse[:, -last:]))
+
+    check()
+
+
+def test_of_one_kv_head_as_of_all(impl: str) -> None:
+    @MODERATE
+    @given(forms(impl), lengths(), SEEDS, st.data())
+    def check(form: Form, size: tuple[int, int], seed: int, data: st.DataObject) -> None:
+        s = sequence(form, *size, seed)
+        group = form.nheads // form.nheads_kv
+        head = data.draw(st.integers(0, form.nheads_kv - 1))
+        theirs, kv = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        scales = {n: x[:, theirs if n == "q" else kv] for n, x in s.scales.items()}
+        one = type(s)(s.q[:, theirs], s.k[:, kv], s.v[:, kv], scales)
+        sink = form.options.get("learnable_sink")
+        more = {} if sink is None else {"learnable_sink": sink[theirs]}
+        out, lse = alone(form, s)
+        assert same_bits(alone(form, one, **more), (out[:, theirs], lse[theirs]))
+
+    check()
+
+
+def _strided(x: Tensor, order: list[int], gap: int) -> Tensor:
+    """`x` with its leading dimensions in memory in `order`, and `gap` elements after each row."""
+    last = x.ndim - 1
+    bits = x.view(torch.uint8) if x.element_size() == 1 else x
+    shape = [*(x.shape[i] for i in order), x.shape[last] + gap]
+    buffer = torch.full(
+        shape, 0x7F if bits.dtype == torch.uint8 else float("nan"), dtype=bits.dtype
+    )
+    view = buffer.permute(*(order.index(i) for i in range(last)), last)[..., : x.shape[last]]
+    view.copy_(bits)
+    return view.view(x.dtype) if bits.dtype != x.dtype else view
+
+
+def test_with_any_strides_as_contiguous(impl: str) -> None:
+    @MODERATE
+    @given(forms(impl), lengths(max_keys=150), SEEDS, st.data())
+    def check(form: Form, size: tuple[int, int], seed: int, data: st.DataObject) -> None:
+        pair = [sequence(form, *size, seed + i) for i in range(2)]
+        x = {n: _stack([getattr(s, n) for s in pair]) for n in "qkv"}
+        scales = {n: torch.stack([s.scales[n] for s in pair]) for n in form.scaled_operands}
+
+        def spread(t: Tensor, free_last: bool = False) -> Tensor:
+            order = data.draw(st.permutations(range(3)))
+            if free_last:  # a scale's last dimension may have any stride
+                return _strided(t[..., None], order, gap=2)[..., 0]
+            return _strided(t, order, gap=data.draw(st.sampled_from([0, 1, 8])))
+
+        wanted = _batched(form, x, scales)
+        got = _batched(
+            form,
+            {n: spread(t) for n, t in x.items()},
+            {n: spread(t, free_last=True) for n, t in scales.items()},
+        )
+        assert same_bits(got, wanted)
+
+    check()
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    if parts[0].element_size() == 1:
+        return torch.stack([x.view(torch.uint8) for x in parts]).view(parts[0].dtype)
+    return torch.stack(parts)
+
+
+def _batched(form: Form, x: dict[str, Tensor], scales: dict[str, Tensor]) -> object:
+    descales = {f"{n}_descale": t for n, t in scales.items()}
+    return fa.flash_attn_func(**x, **descales, return_lse=True, **form.options)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("per", ["token_head", "batch_head"])
+def test_of_quantised_sequences_in_any_company(dtype: str, per: str) -> None:
+    @MODERATE
+    @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), SEEDS)
+    def check(sizes: list[int], seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        parts = [torch.randn(n, 2, 8, generator=g) for n in sizes]
+        bounds = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+        kind = {"dtype": getattr(torch, dtype), "per": per}
+        needed = {"cu_seqlens": bounds} if per == "batch_head" else {}
+        packed = fa.quantize(torch.cat(parts), **kind, **needed)
+        for b, x in enumerate(parts):
+            one = fa.quantize(x[None], **kind)
+            rows = slice(int(bounds[b]), int(bounds[b + 1]))
+            scale = packed.descale[b][None] if per == "batch_head" else packed.descale[:, rows]
+            assert same_bits((packed.values[rows], scale), (one.values[0], one.descale))
+
+    check()
+
+
+# ------------------------------------------------------------------------------------ visible keys
+
+
+def test_rows_see_the_keys_that_the_definition_says(impl: str) -> None:
+    """q = 0 makes P uniform and one-hot values name the keys: out counts them by column."""
+    bound = st.none() | st.integers(0, 200)
+
+    @settings(MODERATE, max_examples=40)
+    @given(st.integers(1, 40), st.integers(1, 200), st.booleans(), st.tuples(bound, bound))
+    def check(rows: int, keys: int, causal: bool, window: tuple[int | None, int | None]) -> None:
+        q = torch.zeros(1, rows, 1, 8).to(torch.float8_e4m3fn)
+        k = torch.ones(1, keys, 1, 8).to(torch.float8_e4m3fn)
+        v = one_hot_v(keys, 1, 64, torch.float8_e4m3fn)
+        out, lse = fa.flash_attn_func(
+            q, k, v, causal=causal, window_size=window, return_lse=True, out_dtype=torch.float32,
+            impl=impl,
+        )  # fmt: skip
+        seen = visible_keys(rows, keys, causal, window)
+        count = seen.sum(1)
+        by_column = torch.zeros(rows, 64).index_add_(1, torch.arange(keys) % 64, seen.float())
+        assert torch.equal((out[0, :, 0] * count[:, None]).round(), by_column)
+        assert torch.equal(lse[0, 0].exp().round(), count.float())
+
+    check()

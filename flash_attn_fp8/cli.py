@@ -6,6 +6,7 @@ that needs it. Bad input ends with exit code 2 and a sentence.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,14 +52,22 @@ def _bad_input() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _table(title: str, *header: str, lines: Sequence[Sequence[str]], left: int = 1) -> Table:
-    """A rich table; the first `left` columns are text, the others numbers."""
+def _table(title: str, *header: str, lines: Sequence[Sequence[str]]) -> Table:
+    """A rich table; columns of numbers are aligned on the right."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, name in enumerate(header):
-        table.add_column(escape(name), justify="left" if i < left else "right")
+        numbers = all(_is_number(line[i]) for line in lines)
+        table.add_column(escape(name), justify="right" if numbers else "left")
     for line in lines:
         table.add_row(*(escape(cell) for cell in line))
     return table
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return not cell or math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 # ------------------------------------------------------------------------------------ demo
@@ -88,7 +97,7 @@ def demo(
     )
     console.print(why, markup=False)
     header = ("how", "scales", "error (rel_l2)", "time (ms)")
-    console.print(_table("Against exact attention of the tensors", *header, lines=lines, left=2))
+    console.print(_table("Against exact attention of the tensors", *header, lines=lines))
     console.print(
         "UNSAFE is the published fault (flash-attention #2716): max_offset + rescale_threshold = 12"
         " passes e4m3's 8.807, and the largest probabilities saturate. Fp8Policy refuses it; here "
@@ -176,14 +185,14 @@ def env() -> None:
         ("nvidia-cutlass-dsl", _version("nvidia-cutlass-dsl"), _wanted("nvidia-cutlass-dsl")),
         ("GPU", ", ".join(gpus) or "none that torch sees", ""),
     ]
-    console.print(_table("Installed", "what", "found", "wanted", lines=installed, left=3))
+    console.print(_table("Installed", "what", "found", "wanted", lines=installed))
     target = target_of(torch.device("cuda" if gpus else "cpu"))
     lines = []
     for impl in EXECUTORS:
         reasons = _reasons_here(impl, target.arch)
         lines.append((impl, "no" if reasons else "yes", "; ".join(reasons)))
     title = f"Executors on {target.arch}, best first"
-    console.print(_table(title, "executor", "runs", "why not", lines=lines, left=3))
+    console.print(_table(title, "executor", "runs", "why not", lines=lines))
     try:
         metadata.distribution("flash-attn-fp8")
     except metadata.PackageNotFoundError:
@@ -357,13 +366,4 @@ def _print_results(rows: Sequence[Row], columns: Sequence[str], console: Console
     for table in tables(rows, columns):
         same = ", ".join(f"{name} {value}" for name, value in table.constant.items())
         title = f"{table.title}   {same}"
-        left = sum(
-            not _are_numbers(line[i] for line in table.lines) for i in range(len(table.header))
-        )
-        console.print(_table(title, *table.header, lines=table.lines, left=left))
-
-
-def _are_numbers(cells: Iterator[str]) -> bool:
-    return all(
-        cell.replace(".", "").lstrip("-").replace("e-", "").isdigit() for cell in cells if cell
-    )
+        console.print(_table(title, *table.header, lines=table.lines))

@@ -231,6 +231,10 @@ def policy_for(dtype: torch.dtype | str, name: str = "default") -> Fp8Policy:
 
     Raises:
         InvalidArguments: no policy of that name, or no policies for that dtype.
+
+    Example:
+        >>> print(policy_for("e5m2"))
+        e5m2 max_offset=11 rescale_threshold=4 row_sum=quantized exp2=exact promote_every=128
     """
     fmt = format_of(dtype) if isinstance(dtype, torch.dtype) else FORMATS.get(dtype)
     if fmt is None or fmt.name not in POLICIES:

@@ -48,7 +48,8 @@ def attend(block: Block, problem: Problem) -> tuple[Tensor, Tensor]:
         lse = torch.logaddexp(lse, block.sink.double())
     # A row without keys has only -inf scores: any finite LSE makes its weights zero.
     p = torch.exp(s - torch.where(lse.isneginf(), 0.0, lse)[..., None])
-    return torch.einsum("nhgrs,nhsd->nhgrd", p, v), lse
+    # + 0: a sum of zeros has the sign that the padding's terms happen to have.
+    return torch.einsum("nhgrs,nhsd->nhgrd", p, v) + 0.0, lse
 
 
 def _dequantise(codes: Tensor, scale: Tensor | None) -> Tensor:

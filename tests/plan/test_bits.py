@@ -23,7 +23,7 @@ MODERATE = settings(deadline=None, derandomize=True, database=None, max_examples
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_any_company_as_alone(layout: str, impl: str) -> None:
-    @settings(MODERATE, max_examples=30 if impl == "tiled" else 15)
+    @settings(MODERATE, max_examples=150 if impl == "tiled" else 40)
     @given(forms(impl), st.lists(lengths(), min_size=1, max_size=4), st.integers(1, 40), SEEDS)
     def check(form: Form, sizes: list[tuple[int, int]], page_size: int, seed: int) -> None:
         sequences = [sequence(form, *size, seed + i) for i, size in enumerate(sizes)]

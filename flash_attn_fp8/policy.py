@@ -45,8 +45,8 @@ class Fp8Policy:
         rescale_threshold: how far, in log2 units, the running maximum may lag before the
             accumulator is rescaled, >= 0. 0 rescales whenever the maximum grows.
         row_sum: what normalises the output: the fp32 sum of P ("exact") or of P as it was rounded
-            ("quantized", more accurate on peaked rows). The LSE and the weights of splits always
-            come from the fp32 sum.
+            ("quantized", more accurate on peaked rows). The LSE, the weights of splits, and rows
+            whose V has per-token scales under fp8 P always take the fp32 sum.
         exp2: how P's code is made: "exact" (exponential, then rounding), "code" (the code straight
             from one fused multiply-add) or "code_quadratic" (with a correction of the fraction).
             The last two need an fp8 `p_format`.

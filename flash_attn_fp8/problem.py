@@ -61,6 +61,15 @@ class Traits:
         return bool(self.v_descale and self.v_descale.per_token and self.p_format.is_fp8)
 
     @property
+    def exact_row_sum(self) -> bool:
+        """Whether the output is normalised by the fp32 sum of the unrounded P.
+
+        Always so with V's scales in the exponent: a key with a small V scale flushes in P, rightly
+        for P·V, while its share of the row sum may be anything.
+        """
+        return self.policy.row_sum == "exact" or self.v_scale_in_exponent
+
+    @property
     def kv(self) -> Format:
         return FORMATS[self.kv_format]
 

@@ -6,7 +6,9 @@ so that x ~ code * descale. The division is fp32's (IEEE), the rounding to neare
 bits on any device. Groups are what `per` says, and the shape of the descale tells the attention
 functions the granularity.
 
-Corner cases. A group of zeros has descale 1. The descale is never below 2**-126, the smallest
+Corner cases. A group of zeros has descale 2**-60: any would do for its values, but where V's scales
+are folded into the exponent (docs/numerics.md, 4) a large one would lead the row's maximum and
+flush its neighbours. The descale is never below 2**-126, the smallest
 normal fp32 number, so denormal rows stay finite, nor so large that the largest code times it
 overflows. Infinities do not count in amax and saturate to the format's largest value. A NaN stays
 NaN, alone, in e4m3 and e5m2; int8 has no NaN, so the descale of its group becomes NaN and the whole
@@ -25,6 +27,7 @@ from flash_attn_fp8.formats import INT8, QUANTIZED, Format, dtype_name, format_o
 
 Per = Literal["token_head", "batch_head", "head", "tensor"]
 _MIN_DESCALE = torch.finfo(torch.float32).tiny
+ZERO_DESCALE = 2.0**-60  # below any other that matters, and its inverse far from fp32's ends
 
 
 class Quantized(NamedTuple):
@@ -91,7 +94,7 @@ def quantize(
     # By a tensor: torch divides by a Python number with its reciprocal on CUDA, other bits.
     largest = torch.finfo(torch.float32).max / fmt.max * (1 - torch.finfo(torch.float32).eps)
     descale = (amax / torch.full_like(amax, fmt.max)).clamp(min=_MIN_DESCALE, max=largest)
-    descale = torch.where(amax == 0, 1.0, descale)
+    descale = torch.where(amax == 0, ZERO_DESCALE, descale)
     if per == "batch_head" and x.ndim == 3 and cu_seqlens is not None:
         spread = descale[_owner(x.shape[0], cu_seqlens)][..., None]
     else:

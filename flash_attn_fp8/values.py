@@ -135,8 +135,8 @@ def _check_positive(name: str, scale: Tensor, refusal: Refusal) -> None:
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         refusal.invalid.append(
-            f"{name} must be finite and positive, found {float(scale[bad].flatten()[0])} (an "
-            f"all-zero row has scale 1)"
+            f"{name} must be finite and positive, found {float(scale[bad].flatten()[0])} "
+            f"(all-zero rows may have any)"
         )
 
 

@@ -192,7 +192,7 @@ class _Exact:
         floor = floor if self.v_scale is None else floor / self.v_scale
         error = torch.maximum(policy.format.unit_roundoff * self.p, floor) * (self.p > 0)
         error = error + FP32_STEPS * FP32_EPS * (1 + self.x.abs().nan_to_num(posinf=0.0)) * self.p
-        factor = 1.0 if policy.row_sum == "exact" else 2.0
+        factor = 1.0 if self.problem.traits.exact_row_sum else 2.0
         u = policy.format.unit_roundoff
         return factor / (1 - u) * torch.einsum("nhgrs,nhsd->nhgrd", error, self.v.abs())
 
@@ -211,7 +211,7 @@ class _Exact:
         top = top.nan_to_num(neginf=0.0) - lag * policy.rescale_threshold
         p = torch.exp2((x - top + policy.max_offset).float())
         rounded = saturating_cast(p, policy.format).float()
-        used = rounded if policy.row_sum == "quantized" else p
+        used = p if self.problem.traits.exact_row_sum else rounded
         total = (used / scale).double().sum(-1, keepdim=True)
         if self.sink is not None:
             total = total + torch.exp2(

@@ -266,7 +266,7 @@ def _v_kinds(generator: torch.Generator) -> dict[str, Tensor]:
         "one token × 1e5 whose score is −40": outlier,
         "rows × lognormal(σ = 0.5)": v * torch.exp(0.5 * spread),
         "rows × lognormal(σ = 2)": v * torch.exp(2 * spread),
-        "N(0, 1) × 0.001, one token 0 (scale 1)": with_zero,
+        "N(0, 1) × 0.001, one token 0": with_zero,
     }
 
 

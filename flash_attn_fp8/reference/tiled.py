@@ -12,7 +12,7 @@ with a = 2 ** (m_old - m) and w = 1. Per-token V scales with fp8 P are folded in
 x includes log2(v_scale), which keeps P in range whatever the scales are, and w = 1 / v_scale makes
 l the true sum again. With 16-bit P they multiply P's column instead, after l is taken. At the end
 
-    O / (l or l_q, by policy.row_sum) * v_descale,    LSE = ln 2 * (m - max_offset + log2 l).
+    O / (l or l_q, by traits.exact_row_sum) * v_descale,    LSE = ln 2 * (m - max_offset + log2 l).
 
 Products of codes are summed in fp64 and rounded to fp32 once a tile: fp8 products are then exact,
 so that the result does not depend on how many rows or sequences ride together.
@@ -256,7 +256,8 @@ class _OnlineSoftmax:
             finite = torch.where(top.isneginf(), 0.0, top)
             rescale = _exp2(torch.where(self.row_max.isneginf(), 0.0, self.row_max) - finite)
             in_sink = _exp2(sink - finite + offset)
-        used = self.row_sum if self.policy.row_sum == "exact" else self.row_sum_quantized
+        exactly = self.problem.traits.exact_row_sum
+        used = self.row_sum if exactly else self.row_sum_quantized
         total = used * rescale + in_sink
         out = self.acc.value() * (rescale / torch.where(total == 0, 1.0, total))[..., None]
         if self.block.v_scale is not None and not self._per_token("v"):

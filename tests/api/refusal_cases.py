@@ -471,19 +471,19 @@ VALUES = (
         page_table=torch.tensor([[0, 1, 2, 3, 13], [4, 5, 6, -1, -1]], dtype=torch.int32),
     ),
     DENSE(
-        "q_descale must be finite and positive, found 0.0 (an all-zero row has scale 1)",
+        "q_descale must be finite and positive, found 0.0 (all-zero rows may have any)",
         q_descale=torch.zeros(()),
     ),
     DENSE(
-        "k_descale must be finite and positive, found inf (an all-zero row has scale 1)",
+        "k_descale must be finite and positive, found inf (all-zero rows may have any)",
         k_descale=torch.full((2, 2), float("inf")),
     ),
     DENSE(
-        "v_descale must be finite and positive, found nan (an all-zero row has scale 1)",
+        "v_descale must be finite and positive, found nan (all-zero rows may have any)",
         v_descale=torch.full((2, 40, 2), math.nan),
     ),
     DENSE(
-        "output_scale must be finite and positive, found -2.0 (an all-zero row has scale 1)",
+        "output_scale must be finite and positive, found -2.0 (all-zero rows may have any)",
         output_scale=-2.0,
     ),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flash_attn_fp8 as fa
+from tests.budget import assert_within_budget, rel_l2
 from tests.cases import limits
 from tests.cases.arrange import CACHED_MIXES, FP8_MIXES, MIXES, Mix, Question, int32, offsets
 from tests.cases.exact import attention
@@ -179,10 +180,16 @@ def test_case_20_16_bit_queries(impl: str, layout: str, given: int) -> None:
 
 @pytest.mark.parametrize("per", ["head", "token_head"])
 def test_case_20_ones_per_token(impl: str, layout: str, fp8_mix: Mix, per: str) -> None:
-    """Case 20: ones per token are ones too, folded into the exponent or not."""
+    """Case 20: ones per token are ones too, folded into the exponent or not.
+
+    With a V scale per token the row sum is always the exact one (`Traits.exact_row_sum`).
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(BATCH, n, 2, 16, generator=generator) for n in (3, KEYS, KEYS))
-    plain = Question(*fp8_mix.cast(q, k, v)).ask(layout, impl=impl)
+    options = {}
+    if impl != "reference" and per == "token_head":
+        options["fp8_policy"] = fa.policy_for(fp8_mix.p_name).replace(row_sum="exact")
+    plain = Question(*fp8_mix.cast(q, k, v)).ask(layout, impl=impl, **options)
     shape = (2,) if per == "head" else (BATCH, KEYS, 2)
     ones = {name: torch.ones(shape) for name in NAMES[1:]}
     full = Question(*fp8_mix.cast(q, k, v), ones).ask(layout, impl=impl)
@@ -298,3 +305,27 @@ def test_case_22_dtype_and_order(impl: str) -> None:
     for scale in (torch.ones(3, 2, dtype=torch.float64), torch.ones(2, 3), torch.ones(3, 2).half()):
         with pytest.raises(ValueError, match="k_descale"):
             fa.flash_attn_varlen_func(**packed_call(False, k_descale=scale), impl=impl)
+
+
+@pytest.mark.parametrize("rows", ["lognormal", "one zero row"])
+def test_token_scales_of_any_spread(rows: str) -> None:
+    """V's token scales far apart, or of a row of zeros, cost P's rounding and no more.
+
+    A scale in the exponent makes keys with a small one flush in P, which must not reach the sum;
+    and a zero row's must not lead the maximum. Both were an order of magnitude wrong.
+    """
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=g) for n in (64, 512, 512))
+    if rows == "lognormal":
+        v = v * torch.exp(2 * torch.randn(1, 512, 2, 1, generator=g))
+    else:
+        v = v * 1e-3
+        v[:, 256] = 0
+    q8, k8, v8 = (fa.quantize(x, per="token_head") for x in (q, k, v))
+    scales = dict(q_descale=q8.descale, k_descale=k8.descale, v_descale=v8.descale)
+    arguments = dict(scales, out_dtype=torch.float32, return_lse=True)
+    out, lse = fa.flash_attn_func(q8.values, k8.values, v8.values, impl="tiled", **arguments)
+    exact, _ = fa.flash_attn_func(q8.values, k8.values, v8.values, impl="reference", **arguments)
+    call = fa.flash_attn_func.describe_call(q8.values, k8.values, v8.values, **arguments)
+    assert_within_budget(call, out, lse)
+    assert rel_l2(out, exact) <= limits.NOISE_REL_RMS["e4m3"]

@@ -254,7 +254,9 @@ class _OnlineSoftmax:
             sink = (self.sink * LOG2E).clamp(max=torch.finfo(torch.float32).max)
             top = torch.maximum(self.row_max, sink)
             finite = torch.where(top.isneginf(), 0.0, top)
-            rescale = _exp2(torch.where(self.row_max.isneginf(), 0.0, self.row_max) - finite)
+            # 0 for a row without keys: 2**(0 - sink) could be inf, and 0 * inf is NaN
+            lag = torch.where(self.row_max.isneginf(), 0.0, self.row_max - finite)
+            rescale = torch.where(self.row_max.isneginf(), 0.0, _exp2(lag))
             in_sink = _exp2(sink - finite + offset)
         exactly = self.problem.traits.exact_row_sum
         used = self.row_sum if exactly else self.row_sum_quantized
@@ -263,7 +265,12 @@ class _OnlineSoftmax:
         if self.block.v_scale is not None and not self._per_token("v"):
             out = out * self.block.v_scale[:, :, None, None]
         lse = LN2 * (self._finite_max()[..., 0] - offset + torch.log2(self.row_sum))
-        return out, lse if self.sink is None else torch.logaddexp(lse, self.sink)
+        return out, lse if self.sink is None else _logaddexp(lse, self.sink)
+
+
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """In fp64, rounded once: torch's fp32 kernel gives a tensor's last elements other bits."""
+    return torch.logaddexp(a.double(), b.double()).float()
 
 
 def _exp2(x: Tensor) -> Tensor:

@@ -257,3 +257,15 @@ def test_case_37_every_small_window(impl: str, causal: bool) -> None:
                 "dense", impl=impl, causal=causal, window_size=(left, right), out_dtype=FP32
             )
             assert_sees(answer, visible_keys(5, 7, causal, (left, right)))
+
+
+@pytest.mark.parametrize("sink", [-90.0, -1e4, -1e9])
+def test_case_34_empty_rows_with_a_low_sink(impl: str, sink: float) -> None:
+    """Case 34: a row without keys is 0 with lse = sink, however low a finite sink is."""
+    x = torch.zeros(1, 3, 1, 64, dtype=torch.float8_e4m3fn)
+    out, lse = fa.flash_attn_func(
+        x, x[:, :1], x[:, :1], causal=True, learnable_sink=torch.tensor([sink]), return_lse=True,
+        impl=impl,
+    )  # fmt: skip
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(lse[0, 0, :2], torch.full((2,), sink))

@@ -1,7 +1,7 @@
 """What a refusal looks like: one exception that carries every reason at once.
 
 A reason names the argument, the value that was found and what to use instead. `Refusal` collects
-reasons while a call is checked; `Refusal.raise_if_any` turns them into one exception:
+reasons while a call is checked; `Refusal.error` turns them into one exception:
 
 * `InvalidArguments`: the call is wrong (a `ValueError` and a `TypeError`, so that either handler
   catches it).

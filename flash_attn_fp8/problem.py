@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from flash_attn_fp8.formats import FORMATS, Format
+from flash_attn_fp8.formats import Format
 from flash_attn_fp8.policy import Fp8Policy
 
 Granularity = Literal["tensor", "head", "batch_head", "token_head"]
@@ -68,10 +68,6 @@ class Traits:
         for P·V, while its share of the row sum may be anything.
         """
         return self.policy.row_sum == "exact" or self.v_scale_in_exponent
-
-    @property
-    def kv(self) -> Format:
-        return FORMATS[self.kv_format]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,245 @@
+"""What a running kernel is made of: warps, CTAs, and the cluster that shares their barriers."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
+from flash_attn_fp8.sim.errors import BarrierMisuse, OutOfBounds
+from flash_attn_fp8.sim.memory import (
+    OFFSET_MASK,
+    RANK_SHIFT,
+    Checks,
+    GlobalMemory,
+    SharedMemory,
+    TensorMemory,
+)
+from flash_attn_fp8.sim.order import Access, Actors, Clocks
+
+if TYPE_CHECKING:
+    from flash_attn_fp8.sim.decode import Code
+    from flash_attn_fp8.sim.schedule import Schedule
+
+WARP_SIZE = 32
+ALL_LANES = 0xFFFFFFFF
+
+
+@dataclass
+class Pending:
+    """Asynchronous completions that are due, in the order that the schedule gives them.
+
+    Operations of one `channel` complete in their order; others in any.
+    """
+
+    schedule: Schedule
+    _heap: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
+    _last: dict[object, int] = field(default_factory=dict)
+    _serial: int = 0
+    now: int = 0
+
+    def add(self, completion: Callable[[], None], channel: object = None) -> None:
+        delay = self.schedule.delay()
+        if delay == 0 and channel not in self._last:
+            completion()
+            return
+        due = self.now + delay
+        if channel is not None:
+            due = self._last[channel] = max(due, self._last.get(channel, 0))
+        self._serial += 1
+        heapq.heappush(self._heap, (due, self._serial, completion))
+
+    def deliver(self, until: int) -> None:
+        """Let everything happen that is due at `until`."""
+        self.now = until
+        while self._heap and self._heap[0][0] <= until:
+            heapq.heappop(self._heap)[2]()
+        if not self._heap:
+            self._last.clear()
+
+    def deliver_next(self) -> bool:
+        """Nobody can go on: let the next completion happen. False where none is due."""
+        if not self._heap:
+            return False
+        self.deliver(max(self.now, self._heap[0][0]))
+        return True
+
+
+@dataclass
+class Cluster:
+    """CTAs that run together. Actors, pending completions and the cluster barrier are theirs."""
+
+    ctas: list[Cta]
+    memory: GlobalMemory
+    checks: Checks
+    actors: Actors
+    pending: Pending
+    barrier: NamedBarrier = field(default_factory=lambda: NamedBarrier("cluster barrier"))
+    sync_points: dict[tuple[str, int], Clocks] = field(default_factory=dict)
+
+    @property
+    def threads(self) -> int:
+        return sum(len(cta.warps) for cta in self.ctas) * WARP_SIZE
+
+    def cta_of(self, address: int) -> Cta:
+        """The CTA whose shared memory the 32-bit address names."""
+        rank = address >> RANK_SHIFT
+        if rank >= len(self.ctas):
+            raise OutOfBounds(
+                f"shared address {address:#x} names rank {rank} of a cluster of {len(self.ctas)}"
+            )
+        return self.ctas[rank]
+
+    def mbarrier(self, address: int) -> Mbarrier:
+        """The initialised mbarrier at a 32-bit shared address."""
+        cta, offset = self.cta_of(address), address & OFFSET_MASK
+        found = cta.mbarriers.get(offset)
+        if found is None:
+            near = min(cta.mbarriers, key=lambda o: abs(o - offset), default=None)
+            hint = "none is initialised" if near is None else f"the nearest is {cta.mbarriers[near].name}"
+            raise BarrierMisuse(f"no mbarrier is initialised at {cta.shared.name}+{offset:#x}; {hint}")
+        return found
+
+
+@dataclass
+class Cta:
+    """One CTA: its memories, barriers and warps. `rank` is its place in the cluster."""
+
+    index: tuple[int, int, int]
+    rank: int
+    cluster: Cluster
+    shared: SharedMemory
+    tensor: TensorMemory
+    params: np.ndarray
+    dynamic_smem: int
+    register_pool: int
+    barrier_names: dict[int, str]
+    warps: list[Warp] = field(default_factory=list)
+    mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
+    named: dict[int, NamedBarrier] = field(default_factory=dict)
+    may_allocate_tensor: bool = True
+    counters: Counter[str] = field(default_factory=Counter)
+    waiting_for_registers: list[Warp] = field(default_factory=list)
+    waiting_for_tensor: list[Warp] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"cta{self.index}"
+
+    @property
+    def base(self) -> int:
+        """What a shared address of this CTA has above its offset."""
+        return self.rank << RANK_SHIFT
+
+    def init_mbarrier(self, offset: int, count: int) -> None:
+        name = f"mbarrier {self.barrier_names.get(offset) or hex(offset)}"
+        if len(self.cluster.ctas) > 1:
+            name += f" of rank {self.rank}"
+        actor = self.cluster.actors.number(("mbarrier", self.rank, offset), f"a copy that completes on {name}")
+        self.mbarriers[offset] = Mbarrier(name, count, actor)
+
+
+@dataclass
+class Warp:
+    """One warp: registers by row, a program counter per lane, clocks, and why it waits."""
+
+    index: int
+    cta: Cta
+    code: Code
+    registers: np.ndarray
+    counts: np.ndarray
+    pcs: np.ndarray
+    existing: int  # lanes that exist: blocks need not be a multiple of 32
+    local: np.ndarray
+    launch_registers: int
+    clocks: Clocks = field(default_factory=Clocks.zero)
+    actor: int = 0
+    held: int = 0
+    waits: list[tuple[int, Wait]] = field(default_factory=list)
+    token: object = None  # what a barrier instruction remembers between arriving and leaving
+    timed_out: bool = False
+    exited: bool = False
+    runnable: bool = True
+    pc: int = 0
+    sequence: Counter[str] = field(default_factory=Counter)  # groups and operations of its own
+
+    def __post_init__(self) -> None:
+        self.actor = self.cluster.actors.number(
+            ("warp", self.cta.rank, self.index), f"{self.name}"
+        )
+        self.clocks.observe(self.actor, 1)
+        self.scratch = self.clocks.generic
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.cta.cluster
+
+    @property
+    def name(self) -> str:
+        if len(self.cta.cluster.ctas) > 1:
+            return f"warp {self.index} of rank {self.cta.rank}"
+        return f"warp {self.index}"
+
+    @property
+    def epoch(self) -> int:
+        return int(self.clocks.generic[self.actor])
+
+    def wake(self) -> None:
+        self.runnable = True
+
+    def lanes(self, mask: int) -> np.ndarray:
+        """Indices of the lanes in `mask`."""
+        return _lanes(mask)
+
+    # -------------------------------------------------------------------------------- order
+
+    def access(self) -> Access:
+        """Generic loads and stores of this warp."""
+        g = self.clocks.generic
+        return Access(self.actor, self.epoch, g, g, True)
+
+    def release(self) -> Clocks:
+        """What this warp hands on now; what it does later is not covered by it."""
+        handed = self.clocks.copy()
+        self.clocks.generic[self.actor] += 1
+        return handed
+
+    def acquire(self, clocks: Clocks) -> None:
+        self.clocks.join(clocks)
+
+    def fence_proxy_async(self) -> None:
+        """Generic accesses that this warp has made or observed become visible to async ones."""
+        np.maximum(self.clocks.async_, self.clocks.generic, out=self.clocks.async_)
+        self.clocks.generic[self.actor] += 1
+
+    def async_access(self, actor: int, epoch: int, in_order: bool = False) -> Access:
+        """An asynchronous operation that this warp starts, stamped (actor, epoch).
+
+        Earlier writes must be visible to the asynchronous proxy; earlier reads only be over.
+        """
+        checks = self.cluster.checks
+        covered = self.clocks.async_ if checks.proxies else self.clocks.generic
+        return Access(actor, epoch, covered, self.clocks.generic, in_order)
+
+    def own_actor(self, kind: str, what: str) -> int:
+        """An actor for asynchronous operations of this warp: 'mma', 'bulk read', ..."""
+        return self.cluster.actors.number(
+            (kind, self.cta.rank, self.index), f"{what} of {self.name}"
+        )
+
+
+_LANES: dict[int, np.ndarray] = {}
+
+
+def _lanes(mask: int) -> np.ndarray:
+    found = _LANES.get(mask)
+    if found is None:
+        if len(_LANES) > 4096:
+            _LANES.clear()
+        found = _LANES[mask] = np.flatnonzero((mask >> np.arange(32)) & 1)
+    return found

@@ -16,7 +16,7 @@ import numpy as np
 
 from flash_attn_fp8.sim import engine
 from flash_attn_fp8.sim.barriers import Wait
-from flash_attn_fp8.sim.decode import Code, decode
+from flash_attn_fp8.sim.decode import Code, counts_by_instruction, decode
 from flash_attn_fp8.sim.errors import (
     Deadlock,
     InstructionLimit,
@@ -24,6 +24,7 @@ from flash_attn_fp8.sim.errors import (
     TensorMemoryMisuse,
 )
 from flash_attn_fp8.sim.launch import Launch
+from flash_attn_fp8.sim.layout import Layout, special
 from flash_attn_fp8.sim.memory import (
     SHARED_RESERVED,
     Checks,
@@ -32,7 +33,7 @@ from flash_attn_fp8.sim.memory import (
     TensorMemory,
 )
 from flash_attn_fp8.sim.order import Actors
-from flash_attn_fp8.sim.ptx.program import Entry, Program
+from flash_attn_fp8.sim.ptx.program import Program, Special, Symbol
 from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
 from flash_attn_fp8.sim.state import ALL_LANES, WARP_SIZE, Cluster, Converge, Cta, Pending, RegisterPool, Warp
 
@@ -50,6 +51,15 @@ TARGETS = {
     "sm_90a": Target("sm_90a", 227 * 1024),
     "sm_100a": Target("sm_100a", 227 * 1024),
 }
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """An entry, decoded; `program` is kept because the cache goes by its identity."""
+
+    program: Program
+    code: Code
+    layout: Layout
 
 
 @dataclass
@@ -85,7 +95,7 @@ class Machine:
         self.checks = checks
         self.schedule = schedule
         self.instruction_limit = instruction_limit
-        self._decoded: dict[int, tuple[Entry, Code]] = {}
+        self._kernels: dict[tuple[int, str], _Kernel] = {}
 
     def launch(self, program: Program, entry: str, launch: Launch) -> Run:
         """Run a kernel to its end. Writes go to the launch's buffers.
@@ -96,25 +106,27 @@ class Machine:
         """
         if entry not in program.entries:
             raise ValueError(f"no entry {entry!r}; the program has {', '.join(program.entries)}")
-        code = self._decode(program, entry)
-        _check_launch(code, launch, self.target)
-        memory = GlobalMemory(launch.buffers)
+        kernel = self._kernel(program, entry)
+        _check_launch(kernel, launch, self.target)
+        memory = GlobalMemory((*launch.buffers, *kernel.layout.buffers))
         run = Run()
         for origin in _cluster_origins(launch):
-            cluster = self._cluster(code, launch, origin, memory)
+            cluster = self._cluster(kernel, launch, origin, memory)
             _Runner(cluster, self.instruction_limit).run()
             _account(cluster, run)
         return run
 
-    def _decode(self, program: Program, name: str) -> Code:
-        entry = program.entries[name]
-        found = self._decoded.get(id(entry))
+    def _kernel(self, program: Program, name: str) -> _Kernel:
+        key = (id(program), name)
+        found = self._kernels.get(key)
         if found is None:
-            found = self._decoded[id(entry)] = (entry, decode(program, name))
-        return found[1]
+            entry = program.entries[name]
+            found = _Kernel(program, decode(entry), Layout.of(program, entry))
+            self._kernels[key] = found
+        return found
 
     def _cluster(
-        self, code: Code, launch: Launch, origin: tuple[int, int, int], memory: GlobalMemory
+        self, kernel: _Kernel, launch: Launch, origin: tuple[int, int, int], memory: GlobalMemory
     ) -> Cluster:
         schedule = self.schedule()
         cluster = Cluster([], memory, self.checks, Actors(), Pending(schedule))
@@ -122,12 +134,12 @@ class Machine:
         for rank in range(math.prod(shape)):
             at = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
             index = tuple(o + a for o, a in zip(origin, at, strict=True))
-            cluster.ctas.append(_cta(code, launch, cluster, rank, index))  # type: ignore[arg-type]
+            cluster.ctas.append(_cta(kernel, launch, cluster, rank, index))  # type: ignore[arg-type]
         return cluster
 
 
-def _check_launch(code: Code, launch: Launch, target: Target) -> None:
-    sizes = [p.size for p in code.entry.parameters]
+def _check_launch(kernel: _Kernel, launch: Launch, target: Target) -> None:
+    sizes = [p.size for p in kernel.code.entry.parameters]
     found = [len(p) for p in launch.params]
     if sizes != found:
         raise ValueError(f"the entry has parameters of {sizes} bytes, the launch of {found}")
@@ -137,7 +149,7 @@ def _check_launch(code: Code, launch: Launch, target: Target) -> None:
     for g, c in zip(launch.grid, launch.cluster, strict=True):
         if c < 1 or g % c:
             raise ValueError(f"grid {launch.grid} is no multiple of cluster {launch.cluster}")
-    used = code.static_shared_end + launch.dynamic_smem - SHARED_RESERVED
+    used = kernel.layout.shared_end + launch.dynamic_smem - SHARED_RESERVED
     if used > target.shared_bytes:
         raise ValueError(f"{used} bytes of shared memory; {target.name} has {target.shared_bytes}")
 
@@ -152,10 +164,10 @@ def _cluster_origins(launch: Launch):  # type: ignore[no-untyped-def]
 
 
 def _cta(
-    code: Code, launch: Launch, cluster: Cluster, rank: int, index: tuple[int, int, int]
+    kernel: _Kernel, launch: Launch, cluster: Cluster, rank: int, index: tuple[int, int, int]
 ) -> Cta:
     where = f"rank {rank}'s " if math.prod(launch.cluster) > 1 else ""
-    size = code.static_shared_end + launch.dynamic_smem
+    size = kernel.layout.shared_end + launch.dynamic_smem
     threads = math.prod(launch.block)
     cta = Cta(
         index=index,
@@ -163,15 +175,26 @@ def _cta(
         cluster=cluster,
         shared=SharedMemory(f"{where}shared memory", size, cluster.checks, cluster.actors),
         tensor=TensorMemory(f"{where}tensor memory", cluster.checks, cluster.actors),
-        params=_parameter_space(code, launch),
+        params=_parameter_space(kernel.code, launch),
         launch=launch,
         pool=RegisterPool(),
         barrier_names=launch.names,
     )
     for w in range(-(-threads // WARP_SIZE)):
         lanes = min(WARP_SIZE, threads - w * WARP_SIZE)
-        cta.warps.append(_warp(code, launch, cta, w, (1 << lanes) - 1))
+        cta.warps.append(_warp(kernel, cta, w, (1 << lanes) - 1))
+    for warp in cta.warps:  # %nwarpid counts them
+        warp.registers = kernel.code.registers(_resolver(kernel.layout, cta, warp.index))
     return cta
+
+
+def _resolver(layout: Layout, cta: Cta, warp: int):  # type: ignore[no-untyped-def]
+    def resolve(source: Special | Symbol) -> int | np.ndarray:
+        if isinstance(source, Symbol):
+            return layout.address(source, cta)
+        return special(source, layout, cta.launch, cta, warp)
+
+    return resolve
 
 
 def _parameter_space(code: Code, launch: Launch) -> np.ndarray:
@@ -183,18 +206,28 @@ def _parameter_space(code: Code, launch: Launch) -> np.ndarray:
     return space
 
 
-def _warp(code: Code, launch: Launch, cta: Cta, index: int, existing: int) -> Warp:
+def _warp(kernel: _Kernel, cta: Cta, index: int, existing: int) -> Warp:
     return Warp(
         index=index,
         cta=cta,
-        code=code,
-        registers=code.new_registers(launch, cta, index),
-        counts=np.zeros(len(code.op), np.int64),
+        code=kernel.code,
+        registers=np.empty((0, WARP_SIZE), np.uint64),
+        counts=np.zeros(len(kernel.code.micro), np.int64),
         pcs=np.zeros(WARP_SIZE, np.int64),
         existing=existing,
-        local=np.zeros((WARP_SIZE, code.local_bytes), np.uint8),
-        launch_registers=launch.launch_registers,
+        local=np.zeros((WARP_SIZE, kernel.layout.local_bytes), np.uint8),
+        launch_registers=cta.launch.launch_registers,
     )
+
+
+def _account(cluster: Cluster, run: Run) -> None:
+    for cta in cluster.ctas:
+        run.traffic.update(cta.counters)
+        for warp in cta.warps:
+            executed = counts_by_instruction(warp.code, warp.counts)
+            for i in np.flatnonzero(executed).tolist():
+                run.instructions[warp.code.entry.instructions[i].line, warp.index] += int(executed[i])
+            run.warp_instructions += int(executed.sum())
 
 
 def _account(cluster: Cluster, run: Run) -> None:
@@ -204,6 +237,13 @@ def _account(cluster: Cluster, run: Run) -> None:
             for pc in np.flatnonzero(warp.counts):
                 run.instructions[int(warp.code.line[pc]), warp.index] += int(warp.counts[pc])
             run.warp_instructions += int(warp.counts.sum())
+
+
+def _where(warp: Warp, pc: int) -> str:
+    instruction = warp.code.instruction(pc)
+    if instruction is None:
+        return "its end"
+    return f"PTX line {instruction.line}: {instruction.text.strip()}"
 
 
 class _Runner:
@@ -285,7 +325,7 @@ class _Runner:
         return bool(gave_up)
 
     def _located(self, e: SimulationError, warp: Warp, pc: int) -> SimulationError:
-        where = f"{warp.cta.name} {warp.name}, {warp.code.where(pc)}"
+        where = f"{warp.cta.name} {warp.name}, {_where(warp, pc)}"
         located = type(e)(f"{e}\n  at {where}\n  schedule: {self.schedule.name}")
         return located
 
@@ -294,11 +334,11 @@ class _Runner:
         for warp in live:
             for _, wait in warp.waits:
                 lines.append(f"  {warp.cta.name} {warp.name} waits: {wait.describe()}")
-                lines.append(f"    at {warp.code.where(warp.pc)}")
+                lines.append(f"    at {_where(warp, warp.pc)}")
             for pc, (mask, required) in warp.converging.items():
                 lines.append(
                     f"  {warp.cta.name} {warp.name} lanes {mask:#010x} wait for lanes "
-                    f"{required & ~mask:#010x} at {warp.code.where(pc)}"
+                    f"{required & ~mask:#010x} at {_where(warp, pc)}"
                 )
         lines.append(f"  schedule: {self.schedule.name}")
         return "\n".join(lines)

@@ -178,7 +178,7 @@ def _cta(
         params=_parameter_space(kernel.code, launch),
         launch=launch,
         pool=RegisterPool(),
-        barrier_names=launch.names,
+        barrier_names=dict(names),
     )
     for w in range(-(-threads // WARP_SIZE)):
         lanes = min(WARP_SIZE, threads - w * WARP_SIZE)

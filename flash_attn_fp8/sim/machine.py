@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -35,7 +36,8 @@ from flash_attn_fp8.sim.memory import (
 from flash_attn_fp8.sim.order import Actors
 from flash_attn_fp8.sim.ptx.program import Program, Special, Symbol
 from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
-from flash_attn_fp8.sim.state import ALL_LANES, WARP_SIZE, Cluster, Converge, Cta, Pending, RegisterPool, Warp
+from flash_attn_fp8.sim.state import WARP_SIZE, Cluster, Converge, Cta, Pending, RegisterPool, Warp
+from flash_attn_fp8.sim.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Machine:
         checks: what is looked for beside bounds, alignment, barrier misuse and deadlock.
         schedule: makes the schedule of each cluster; round robin by default.
         instruction_limit: executed instructions of one warp before the run is cut off.
+        barrier_names: of mbarriers, by their offset in shared memory, for reports.
+        trace: collects a timeline.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class Machine:
         checks: Checks = Checks(),  # noqa: B008
         schedule: Callable[[], Schedule] = RoundRobin,
         instruction_limit: int = 1 << 40,
+        barrier_names: Mapping[int, str] = MappingProxyType({}),
+        trace: Trace | None = None,
     ) -> None:
         if target not in TARGETS:
             raise ValueError(f"target {target!r} is none of {', '.join(TARGETS)}")
@@ -95,6 +101,8 @@ class Machine:
         self.checks = checks
         self.schedule = schedule
         self.instruction_limit = instruction_limit
+        self.barrier_names = barrier_names
+        self.trace = trace
         self._kernels: dict[tuple[int, str], _Kernel] = {}
 
     def launch(self, program: Program, entry: str, launch: Launch) -> Run:
@@ -112,7 +120,7 @@ class Machine:
         run = Run()
         for origin in _cluster_origins(launch):
             cluster = self._cluster(kernel, launch, origin, memory)
-            _Runner(cluster, self.instruction_limit).run()
+            _Runner(cluster, self.instruction_limit, self.trace).run()
             _account(cluster, run)
         return run
 
@@ -129,7 +137,9 @@ class Machine:
         self, kernel: _Kernel, launch: Launch, origin: tuple[int, int, int], memory: GlobalMemory
     ) -> Cluster:
         schedule = self.schedule()
-        cluster = Cluster([], memory, self.checks, Actors(), Pending(schedule))
+        cluster = Cluster(
+            [], memory, self.checks, Actors(), Pending(schedule), self.barrier_names
+        )
         shape = launch.cluster
         for rank in range(math.prod(shape)):
             at = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
@@ -178,7 +188,6 @@ def _cta(
         params=_parameter_space(kernel.code, launch),
         launch=launch,
         pool=RegisterPool(),
-        barrier_names=dict(names),
     )
     for w in range(-(-threads // WARP_SIZE)):
         lanes = min(WARP_SIZE, threads - w * WARP_SIZE)
@@ -249,11 +258,12 @@ def _where(warp: Warp, pc: int) -> str:
 class _Runner:
     """Runs one cluster to its end."""
 
-    def __init__(self, cluster: Cluster, instruction_limit: int) -> None:
+    def __init__(self, cluster: Cluster, instruction_limit: int, trace: Trace | None) -> None:
         self.cluster = cluster
         self.warps = [warp for cta in cluster.ctas for warp in cta.warps]
         self.schedule = cluster.pending.schedule
         self.limit = instruction_limit
+        self.trace = trace
         self.progress = 0  # visible operations that changed something
 
     def run(self) -> None:
@@ -284,7 +294,7 @@ class _Runner:
                 mask = warp.join_converging(pc, mask)
                 warp.pc = pc
                 try:
-                    result = code.handlers[pc](warp, mask)
+                    result = self._handle(warp, pc, mask)
                 except SimulationError as e:
                     raise self._located(e, warp, pc) from e
                 if result is None:
@@ -308,6 +318,19 @@ class _Runner:
                     return
             else:
                 raise InstructionLimit(f"{warp.name} of {warp.cta.name} executed {self.limit}")
+
+    def _handle(self, warp: Warp, pc: int, mask: int) -> Wait | Converge | None:
+        handler = warp.code.handlers[pc]
+        if self.trace is None:
+            return handler(warp, mask)
+        now = warp.clocks.time + warp.uncounted()
+        warp.clocks.time = now
+        result = handler(warp, mask)
+        if warp.clocks.time > now:
+            self.trace.waited(warp, now, warp.clocks.time, warp.code.instruction(pc).text)
+        else:
+            self.trace.ran(warp, now)
+        return result
 
     def _recheck_waits(self, warp: Warp) -> None:
         waits, warp.waits = warp.waits, []

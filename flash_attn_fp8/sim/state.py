@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,6 +87,7 @@ class Cluster:
     checks: Checks
     actors: Actors
     pending: Pending
+    barrier_names: Mapping[int, str]
     barrier: NamedBarrier = field(default_factory=lambda: NamedBarrier("cluster barrier"))
     sync_points: dict[tuple[str, int], Clocks] = field(default_factory=dict)
 
@@ -155,7 +156,6 @@ class Cta:
     params: np.ndarray
     launch: Launch
     pool: RegisterPool
-    barrier_names: dict[int, str]
     warps: list[Warp] = field(default_factory=list)
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Cta:
         return self.rank << RANK_SHIFT
 
     def init_mbarrier(self, offset: int, count: int) -> None:
-        name = f"mbarrier {self.barrier_names.get(offset) or hex(offset)}"
+        name = f"mbarrier {self.cluster.barrier_names.get(offset) or hex(offset)}"
         if len(self.cluster.ctas) > 1:
             name += f" of rank {self.rank}"
         actor = self.cluster.actors.number(("mbarrier", self.rank, offset), f"a copy that completes on {name}")
@@ -204,6 +204,7 @@ class Warp:
     exited: bool = False
     runnable: bool = True
     pc: int = 0
+    counted: int = 0
     sequence: Counter[str] = field(default_factory=Counter)  # groups and operations of its own
 
     def __post_init__(self) -> None:
@@ -267,6 +268,12 @@ class Warp:
     def lanes(self, mask: int) -> np.ndarray:
         """Indices of the lanes in `mask`."""
         return _lanes(mask)
+
+    def uncounted(self) -> int:
+        """Micro-operations executed since the last call: a trace's ticks."""
+        total = int(self.counts.sum())
+        new, self.counted = total - self.counted, total
+        return new
 
     # -------------------------------------------------------------------------------- order
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash_attn_fp8.sim.errors import Unmodelled
-from flash_attn_fp8.sim.isa import table
+from flash_attn_fp8.sim.isa import convert, floating, integer, moves, table
 from flash_attn_fp8.sim.ptx.program import (
     Address,
     Entry,
@@ -33,6 +33,8 @@ from flash_attn_fp8.sim.ptx.program import (
     Symbol,
     Vector,
 )
+
+LANE_MODULES = (integer, floating, convert, moves)  # importing them fills the table
 
 # Columns of `Code.micro`. A guard is 2 × row + negated, or −1.
 OP, DST, A, B, C, D, MODE, GUARD, TARGET, COUNTS = range(10)
@@ -256,6 +258,10 @@ class Context:
             self.fail(f"{operation} with {len(sources)} sources")
         self.emit_raw(operation_number(operation), destination, sources, mode)
 
+    def emit_unpack(self, low: int, high: int, source: int, width: int) -> None:
+        """Append the engine's own unpacking into two parts of `width` bits, two rows at once."""
+        self.emit_raw(UNPACK, low, [source, high], width)
+
     def emit_raw(self, op: int, destination: int, sources: Sequence[int], mode: int = 0) -> None:
         """Append a micro-operation by number."""
         line = [op, destination, *sources, *[0] * (4 - len(sources)), mode, -1, -1, 0]
@@ -330,7 +336,7 @@ def _guard_row(ctx: Context, guard: Guard, first: int) -> int:
     )
     if overwritten:
         copy = ctx.scratch("guard")
-        line = [operation_number("mov.pred"), copy, row, 0, 0, 0, 0, -1, -1, 0]
+        line = [operation_number("_mov.pred"), copy, row, 0, 0, 0, 0, -1, -1, 0]
         ctx.micro.insert(first, line)
         row = copy
     return 2 * row + guard.negated

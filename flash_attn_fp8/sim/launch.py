@@ -22,25 +22,33 @@ class Buffer:
     writable: bool = True
 
 
-@dataclass(frozen=True)
-class CapturedLaunch:
-    """One launch, complete: the code, its shape in CTAs and threads, and what it may touch.
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launch's shape in CTAs and threads, its arguments, and what it may touch.
 
     `params` has one `bytes` per entry of the PTX's parameter list, of that parameter's size.
-    `launch_registers` are a thread's at launch, for `setmaxnreg`'s pool. `attributes` are the launch
-    attributes that have no field of their own, as (CUDA's number, its 64 bytes).
+    `launch_registers` are a thread's at launch, for `setmaxnreg`'s pool; 0 where it is not known.
+    """
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_smem: int = 0
+    params: tuple[bytes, ...]
+    launch_registers: int = 0
+    buffers: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedLaunch(Launch):
+    """A launch with its code.
+
+    `attributes` are those that have no field of their own, as (CUDA's number, its 64 bytes).
     """
 
     ptx: str
     entry: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    dynamic_smem: int
-    params: tuple[bytes, ...]
-    launch_registers: int
     arch: str
-    buffers: tuple[Buffer, ...]
     cooperative: bool = False
     programmatic_serialization: bool = False
     attributes: tuple[tuple[int, bytes], ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flash_attn_fp8.sim.errors import BarrierMisuse
 from flash_attn_fp8.sim.order import Clocks
@@ -15,11 +15,17 @@ if TYPE_CHECKING:
 _MAX_TX = (1 << 20) - 1  # PTX: the valid range of a transaction count
 
 
+class HasWaiters(Protocol):
+    """What wakes the warps that it lists."""
+
+    waiters: list[Warp]
+
+
 @dataclass
 class Wait:
     """Why lanes of a warp cannot go on: `ready()` tells whether they can now."""
 
-    on: object
+    on: HasWaiters
     ready: Callable[[], bool]
     describe: Callable[[], str]
     can_time_out: bool = False  # `try_wait` may return false instead

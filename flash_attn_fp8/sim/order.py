@@ -49,10 +49,14 @@ class Access(NamedTuple):
 
 @dataclass
 class Clocks:
-    """The clocks of one warp, or those that a barrier carries."""
+    """The clocks of one warp, or those that a barrier carries.
+
+    `time` is how long the longest chain of instructions behind it is: what a trace draws.
+    """
 
     generic: np.ndarray
     async_: np.ndarray
+    time: int = 0
 
     @classmethod
     def zero(cls) -> Clocks:
@@ -61,6 +65,7 @@ class Clocks:
     def join(self, other: Clocks) -> None:
         np.maximum(self.generic, other.generic, out=self.generic)
         np.maximum(self.async_, other.async_, out=self.async_)
+        self.time = max(self.time, other.time)
 
     def observe(self, actor: int, epoch: int) -> None:
         """An asynchronous operation is complete: every proxy sees it."""
@@ -70,11 +75,12 @@ class Clocks:
             self.async_[actor] = epoch
 
     def copy(self) -> Clocks:
-        return Clocks(self.generic.copy(), self.async_.copy())
+        return Clocks(self.generic.copy(), self.async_.copy(), self.time)
 
     def clear(self) -> None:
         self.generic[:] = 0
         self.async_[:] = 0
+        self.time = 0
 
 
 class Actors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,18 @@ from flash_attn_fp8.sim.order import Access, Actors, Clocks
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Code
+    from flash_attn_fp8.sim.launch import Launch
     from flash_attn_fp8.sim.schedule import Schedule
 
 WARP_SIZE = 32
 ALL_LANES = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Converge:
+    """A `.sync` instruction needs the lanes `required` together, and some are elsewhere."""
+
+    required: int
 
 
 @dataclass
@@ -79,6 +87,7 @@ class Cluster:
     checks: Checks
     actors: Actors
     pending: Pending
+    barrier_names: Mapping[int, str]
     barrier: NamedBarrier = field(default_factory=lambda: NamedBarrier("cluster barrier"))
     sync_points: dict[tuple[str, int], Clocks] = field(default_factory=dict)
 
@@ -107,6 +116,35 @@ class Cluster:
 
 
 @dataclass
+class RegisterPool:
+    """Registers a thread that warps have given back; those of a launch are all given out."""
+
+    free: int = 0
+    waiters: list[Warp] = field(default_factory=list)
+
+    def take(self, registers: int) -> None:
+        """Take some, or give back a negative number of them."""
+        self.free -= registers
+        _wake_all(self.waiters)
+
+
+@dataclass
+class TensorWaiters:
+    """Warps that wait for columns of tensor memory."""
+
+    waiters: list[Warp] = field(default_factory=list)
+
+    def wake(self) -> None:
+        _wake_all(self.waiters)
+
+
+def _wake_all(waiters: list[Warp]) -> None:
+    for warp in waiters:
+        warp.wake()
+    waiters.clear()
+
+
+@dataclass
 class Cta:
     """One CTA: its memories, barriers and warps. `rank` is its place in the cluster."""
 
@@ -116,16 +154,14 @@ class Cta:
     shared: SharedMemory
     tensor: TensorMemory
     params: np.ndarray
-    dynamic_smem: int
-    register_pool: int
-    barrier_names: dict[int, str]
+    launch: Launch
+    pool: RegisterPool
     warps: list[Warp] = field(default_factory=list)
     mbarriers: dict[int, Mbarrier] = field(default_factory=dict)
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     may_allocate_tensor: bool = True
     counters: Counter[str] = field(default_factory=Counter)
-    waiting_for_registers: list[Warp] = field(default_factory=list)
-    waiting_for_tensor: list[Warp] = field(default_factory=list)
+    tensor_waiters: TensorWaiters = field(default_factory=lambda: TensorWaiters())
 
     @property
     def name(self) -> str:
@@ -137,7 +173,7 @@ class Cta:
         return self.rank << RANK_SHIFT
 
     def init_mbarrier(self, offset: int, count: int) -> None:
-        name = f"mbarrier {self.barrier_names.get(offset) or hex(offset)}"
+        name = f"mbarrier {self.cluster.barrier_names.get(offset) or hex(offset)}"
         if len(self.cluster.ctas) > 1:
             name += f" of rank {self.rank}"
         actor = self.cluster.actors.number(("mbarrier", self.rank, offset), f"a copy that completes on {name}")
@@ -161,11 +197,14 @@ class Warp:
     actor: int = 0
     held: int = 0
     waits: list[tuple[int, Wait]] = field(default_factory=list)
+    converging: dict[int, tuple[int, int]] = field(default_factory=dict)  # pc: (mask, required)
     token: object = None  # what a barrier instruction remembers between arriving and leaving
+    cluster_round: int | None = None  # between arriving at the cluster barrier and waiting
     timed_out: bool = False
     exited: bool = False
     runnable: bool = True
     pc: int = 0
+    counted: int = 0
     sequence: Counter[str] = field(default_factory=Counter)  # groups and operations of its own
 
     def __post_init__(self) -> None:
@@ -173,7 +212,6 @@ class Warp:
             ("warp", self.cta.rank, self.index), f"{self.name}"
         )
         self.clocks.observe(self.actor, 1)
-        self.scratch = self.clocks.generic
 
     @property
     def cluster(self) -> Cluster:
@@ -189,12 +227,53 @@ class Warp:
     def epoch(self) -> int:
         return int(self.clocks.generic[self.actor])
 
+    @property
+    def live(self) -> int:
+        """Lanes that have not exited."""
+        lanes = np.flatnonzero(self.pcs >= 0)
+        return int((1 << lanes).sum()) & self.existing
+
     def wake(self) -> None:
         self.runnable = True
+
+    # ---------------------------------------------------------------------------- holding lanes
+
+    def hold_waiting(self, mask: int, wait: Wait) -> None:
+        self.held |= mask
+        self.waits.append((mask, wait))
+        wait.on.waiters.append(self)
+
+    def hold_converging(self, pc: int, mask: int, required: int) -> None:
+        self.held |= mask
+        self.converging[pc] = (mask, required)
+
+    def join_converging(self, pc: int, mask: int) -> int:
+        """Lanes that have reached the `.sync` instruction at `pc`, those before included."""
+        if not self.converging or pc not in self.converging:
+            return mask
+        before, _ = self.converging.pop(pc)
+        self.held &= ~before
+        return mask | before
+
+    def release_converged(self) -> bool:
+        """Let lanes go on whose missing partners have exited since; False where there are none."""
+        live = self.live
+        for pc, (mask, required) in list(self.converging.items()):
+            if not required & live & ~mask:
+                del self.converging[pc]
+                self.held &= ~mask
+                return True
+        return False
 
     def lanes(self, mask: int) -> np.ndarray:
         """Indices of the lanes in `mask`."""
         return _lanes(mask)
+
+    def uncounted(self) -> int:
+        """Micro-operations executed since the last call: a trace's ticks."""
+        total = int(self.counts.sum())
+        new, self.counted = total - self.counted, total
+        return new
 
     # -------------------------------------------------------------------------------- order
 

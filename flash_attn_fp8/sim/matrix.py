@@ -46,7 +46,8 @@ def _small_float(exponent_bits: int, mantissa_bits: int, finite: bool) -> np.nda
         value[top & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
     else:
         value[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
-    return np.where(codes & 0x80, -value, value)
+    signed: np.ndarray = np.where(codes & 0x80, -value, value)
+    return signed
 
 
 _E4M3 = _small_float(4, 3, True)
@@ -105,7 +106,8 @@ class Swizzle:
     k_rows: int = 8
 
     def apply(self, address: np.ndarray) -> np.ndarray:
-        return address ^ ((address >> self.shift) & self.mask)
+        permuted: np.ndarray = address ^ ((address >> self.shift) & self.mask)
+        return permuted
 
 
 NO_SWIZZLE = Swizzle("no swizzle", 16, 0, 0)
@@ -165,8 +167,8 @@ def decode_shared_sm90(bits: int) -> SharedDescriptor:
 def _shared(bits: int, swizzle: Swizzle | None) -> SharedDescriptor:
     if swizzle is None:
         raise Unmodelled(f"matrix descriptor {bits:#018x} has swizzle {bits >> 61}")
-    fields = (((bits >> shift) & _ADDRESS_MASK) << 4 for shift in (0, 16, 32))
-    return SharedDescriptor(*fields, swizzle)
+    start, leading, stride = (((bits >> shift) & _ADDRESS_MASK) << 4 for shift in (0, 16, 32))
+    return SharedDescriptor(start, leading, stride, swizzle)
 
 
 _PERIOD = 1024  # bytes after which every swizzle repeats
@@ -365,7 +367,8 @@ def accumulator(bits: np.ndarray, d: str) -> np.ndarray:
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """(M, K) times (N, K) transposed, float64."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return a @ b.T
+        product: np.ndarray = a @ b.T
+    return product
 
 
 ALIGNED_FRACTION_BITS = 13
@@ -379,9 +382,10 @@ def multiply_aligned(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.n
     Measured on an H200: long sums of equal addends stall once the accumulator is 2^13 addends.
     """
     start = np.zeros((a.shape[0], b.shape[0])) if c is None else np.ascontiguousarray(c)
-    return _multiply_aligned(
+    product: np.ndarray = _multiply_aligned(
         np.ascontiguousarray(a), np.ascontiguousarray(b), start, ALIGNED_FRACTION_BITS
     )
+    return product
 
 
 @njit(cache=True, nogil=True)

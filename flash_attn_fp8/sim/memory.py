@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -24,9 +24,6 @@ from flash_attn_fp8.sim.errors import (
 )
 from flash_attn_fp8.sim.launch import Buffer
 from flash_attn_fp8.sim.order import Access, Actors, Conflict, Shadow
-
-if TYPE_CHECKING:
-    from flash_attn_fp8.sim.state import Warp
 
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
@@ -233,7 +230,6 @@ class TensorMemory:
         self.shadow = Shadow(groups * TMEM_COLUMNS) if checks.races else None
         self.allocated = np.zeros(TMEM_COLUMNS, np.bool_)
         self.allocations: dict[int, int] = {}  # first column: columns
-        self.waiters: list[Warp] = []  # for columns to become free
         self.cta_group = 0  # the one that the kernel has used, 1 or 2
         self.meetings: dict[str, Any] = {}  # collective operations that one CTA of a pair has begun
         self._actors = actors
@@ -287,9 +283,6 @@ class TensorMemory:
         self._written[:, first : first + columns] = False
         if self.shadow is not None:
             self.shadow.forget(_tmem_places(0, TMEM_LANES, first), columns)
-        for warp in self.waiters:
-            warp.wake()
-        self.waiters.clear()
 
     def _check_bounds(self, lane: int, lanes: int, column: int, columns: int, verb: str) -> None:
         if lane + lanes > TMEM_LANES or column + columns > TMEM_COLUMNS:

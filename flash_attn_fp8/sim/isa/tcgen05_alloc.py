@@ -38,6 +38,7 @@ def pair(cta: Cta) -> tuple[Cta, Cta]:
 
 
 def group(cta: Cta, ctas: int) -> tuple[Cta, ...]:
+    """The CTAs of `.cta_group::{ctas}`."""
     return (cta,) if ctas == 1 else pair(cta)
 
 
@@ -86,6 +87,7 @@ def deallocate(warp: Warp, ctas: int, address: int, columns: int) -> Wait | None
     if not meeting.complete:
         for cta in members:
             cta.tensor.free(address)
+            cta.tensor_waiters.wake()
         _end(meeting)
     warp.token = None
     return None
@@ -113,7 +115,8 @@ def _wait_for_columns(warp: Warp, columns: int, members: tuple[Cta, ...]) -> Wai
             f"{int(tensor.allocated.sum())} are allocated"
         )
 
-    return Wait(tensor, lambda: _common_free(members, columns) is not None, describe)
+    waiters = warp.cta.tensor_waiters
+    return Wait(waiters, lambda: _common_free(members, columns) is not None, describe)
 
 
 def _meet(
@@ -127,8 +130,10 @@ def _meet(
         if len(meeting.arrived) == len(members):
             del open_meetings[operation]
         warp.token = meeting
-    meeting = warp.token  # type: ignore[assignment]
-    if meeting.complete or warp is meeting.arrived[-1] and len(meeting.arrived) == len(members):
+    else:
+        assert isinstance(warp.token, Meeting)
+        meeting = warp.token
+    if meeting.complete or (len(meeting.arrived) == len(members) and warp is meeting.arrived[-1]):
         return meeting, None
     return meeting, Wait(
         meeting,

@@ -104,8 +104,9 @@ def load(warp: Warp, rows: list[int], address: int, f: Fragment, split: int | No
 
 def _pick(rectangle: np.ndarray, f: Fragment) -> np.ndarray:
     if not f.packed:
-        return rectangle[f.lane, f.column]
-    low = rectangle[f.lane, 2 * f.column] & 0xFFFF
+        picked: np.ndarray = rectangle[f.lane, f.column]
+        return picked
+    low: np.ndarray = rectangle[f.lane, 2 * f.column] & 0xFFFF
     return low | rectangle[f.lane, 2 * f.column + 1] << np.uint32(16)
 
 
@@ -187,5 +188,9 @@ def copy(warp: Warp, ctas: int, shape: CopyShape, address: int, descriptor: int)
 def mma_access(warp: Warp) -> Access:
     """The next operation of the tensor core that this warp feeds; it does them in order."""
     warp.sequence["mma"] += 1
-    actor = warp.own_actor("mma", "the tensor core operations")
-    return warp.async_access(actor, warp.sequence["mma"], in_order=True)
+    return warp.async_access(mma_actor(warp), warp.sequence["mma"], in_order=True)
+
+
+def mma_actor(warp: Warp) -> int:
+    """The tensor core as fed by this warp."""
+    return warp.own_actor("mma", "the tensor core operations")

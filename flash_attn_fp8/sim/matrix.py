@@ -77,8 +77,8 @@ class Format:
 FORMATS = {
     f.name: f
     for f in (
-        Format("e4m3", 1, lambda raw: _E4M3[raw], aligned_on_hopper=True),
-        Format("e5m2", 1, lambda raw: _E5M2[raw], aligned_on_hopper=True),
+        Format("e4m3", 1, lambda raw: _E4M3.take(raw), aligned_on_hopper=True),
+        Format("e5m2", 1, lambda raw: _E5M2.take(raw), aligned_on_hopper=True),
         Format("f16", 2, lambda raw: raw.view("<f2").astype(np.float64)),
         Format("bf16", 2, _bf16),
         Format("tf32", 4, _tf32),

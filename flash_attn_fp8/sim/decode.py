@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flash_attn_fp8.sim.errors import Unmodelled
-from flash_attn_fp8.sim.isa import table
+from flash_attn_fp8.sim.isa import convert, floating, integer, moves, table
 from flash_attn_fp8.sim.ptx.program import (
     Address,
     Entry,
@@ -33,6 +33,8 @@ from flash_attn_fp8.sim.ptx.program import (
     Symbol,
     Vector,
 )
+
+LANE_MODULES = (integer, floating, convert, moves)  # importing them fills the table
 
 # Columns of `Code.micro`. A guard is 2 × row + negated, or −1.
 OP, DST, A, B, C, D, MODE, GUARD, TARGET, COUNTS = range(10)
@@ -256,6 +258,10 @@ class Context:
             self.fail(f"{operation} with {len(sources)} sources")
         self.emit_raw(operation_number(operation), destination, sources, mode)
 
+    def emit_unpack(self, low: int, high: int, source: int, width: int) -> None:
+        """Append the engine's own unpacking into two parts of `width` bits, two rows at once."""
+        self.emit_raw(UNPACK, low, [source, high], width)
+
     def emit_raw(self, op: int, destination: int, sources: Sequence[int], mode: int = 0) -> None:
         """Append a micro-operation by number."""
         line = [op, destination, *sources, *[0] * (4 - len(sources)), mode, -1, -1, 0]
@@ -282,6 +288,9 @@ def _expand_lane(ctx: Context, stem: str) -> None:
     instruction = ctx.instruction
     types = tuple(part for part in ctx.suffixes if part in table.WIDTH)
     names = [part for part in ctx.suffixes if part not in table.WIDTH]
+    given = instruction.operands[1:]
+    more = f"_{stem}{len(given)}"  # `max.f32` of three sources
+    stem = more if more in table.FORMS else stem
     forms = [form for form in table.FORMS[stem] if types in form.types]
     if not forms:
         ctx.fail(f"{stem} of {'.'.join(types) or 'no type'}")
@@ -289,18 +298,18 @@ def _expand_lane(ctx: Context, stem: str) -> None:
     for name in names:
         if name not in form.modifiers:
             ctx.fail(f"modifier .{name} of {stem}.{'.'.join(types)}")
+    if len(set(names)) != len(names) or len(set(names).intersection(table.ROUNDINGS)) > 1:
+        ctx.fail("modifiers that exclude one another")
     for group in form.requires:
         if len(group.intersection(names)) != 1:
             ctx.fail(f"needs one of {', '.join(sorted(group))}")
-    mode = 0
-    for name in names:
-        mode |= form.modifiers[name]
-    operation = table.OPERATIONS[".".join((stem, *types))]
-    given = instruction.operands[1:]
-    if len(given) != len(operation.sources):
-        ctx.fail(f"{len(given)} sources where {len(operation.sources)} are needed")
-    sources = [ctx.row(operand, kind) for operand, kind in zip(given, operation.sources)]
-    ctx.emit(operation.name, ctx.destination(instruction.operands[0], operation.result), sources, mode)
+    mode = sum(form.modifiers[name] for name in names)
+    signature = form.types[types]
+    if len(given) != len(signature.sources):
+        ctx.fail(f"{len(given)} sources where {len(signature.sources)} are needed")
+    sources = [ctx.row(operand, kind) for operand, kind in zip(given, signature.sources)]
+    destination = ctx.destination(instruction.operands[0], signature.result)
+    ctx.emit(signature.operation, destination, sources, mode)
 
 
 def _label(ctx: Context) -> int:
@@ -327,7 +336,7 @@ def _guard_row(ctx: Context, guard: Guard, first: int) -> int:
     )
     if overwritten:
         copy = ctx.scratch("guard")
-        line = [operation_number("mov.pred"), copy, row, 0, 0, 0, 0, -1, -1, 0]
+        line = [operation_number("_mov.pred"), copy, row, 0, 0, 0, 0, -1, -1, 0]
         ctx.micro.insert(first, line)
         row = copy
     return 2 * row + guard.negated
@@ -355,6 +364,7 @@ def decode(entry: Entry) -> Code:
         elif parts in (("exit",), ("ret",), ("ret", "uni")):
             ctx.emit_raw(EXIT, 0, [])
         elif stem is None:
+            ctx.suffixes = parts
             ctx.fail(f"opcode {instruction.opcode}")
         else:
             ctx.suffixes = parts[len(stem.split(".")) :] if changing is None else parts[1:]

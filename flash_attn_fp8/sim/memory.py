@@ -10,11 +10,18 @@ from __future__ import annotations
 import bisect
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit
 
-from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds, Race, Uninitialised
+from flash_attn_fp8.sim.errors import (
+    Misaligned,
+    OutOfBounds,
+    Race,
+    TensorMemoryMisuse,
+    Uninitialised,
+)
 from flash_attn_fp8.sim.launch import Buffer
 from flash_attn_fp8.sim.order import Access, Actors, Conflict, Shadow
 
@@ -264,6 +271,9 @@ class TensorMemory:
         groups = TMEM_LANES // TMEM_GRANULE
         self.shadow = Shadow(groups * TMEM_COLUMNS) if checks.races else None
         self.allocated = np.zeros(TMEM_COLUMNS, np.bool_)
+        self.allocations: dict[int, int] = {}  # first column: columns
+        self.cta_group = 0  # the one that the kernel has used, 1 or 2
+        self.meetings: dict[str, Any] = {}  # collective operations that one CTA of a pair has begun
         self._actors = actors
 
     def read(self, lane: int, lanes: int, column: int, columns: int, access: Access) -> np.ndarray:
@@ -292,9 +302,29 @@ class TensorMemory:
             places = _tmem_places(lane, lanes, column)
             self._order(self.shadow.write(places, columns, access), access, "written")
 
-    def forget(self, column: int, columns: int) -> None:
-        """Freed columns hold nothing."""
-        self._written[:, column : column + columns] = False
+    def allocate(self, first: int, columns: int) -> None:
+        self.allocated[first : first + columns] = True
+        self.allocations[first] = columns
+
+    def check_free(self, first: int, columns: int, access: Access) -> None:
+        """Freeing must name an allocation, and come after everything that used it."""
+        if self.allocations.get(first) != columns:
+            having = ", ".join(f"{n} from {c}" for c, n in sorted(self.allocations.items()))
+            raise TensorMemoryMisuse(
+                f"{self.name}: {columns} columns from {first} are freed; allocated are "
+                f"{having or 'none'}"
+            )
+        if self.shadow is not None:
+            places = _tmem_places(0, TMEM_LANES, first)
+            self._order(self.shadow.write(places, columns, access), access, "freed")
+
+    def free(self, first: int) -> None:
+        """Freed columns hold nothing, and whoever gets them next need not know who had them."""
+        columns = self.allocations.pop(first)
+        self.allocated[first : first + columns] = False
+        self._written[:, first : first + columns] = False
+        if self.shadow is not None:
+            self.shadow.forget(_tmem_places(0, TMEM_LANES, first), columns)
 
     def _check_bounds(self, lane: int, lanes: int, column: int, columns: int, verb: str) -> None:
         if lane + lanes > TMEM_LANES or column + columns > TMEM_COLUMNS:

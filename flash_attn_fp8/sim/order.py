@@ -155,6 +155,13 @@ class Shadow:
         return Conflict(bad, actor, int(self.reads[bad, slot]), False)
 
 
+    def forget(self, places: np.ndarray, span: int) -> None:
+        """Nobody has used the granules [p, p + span) for each p of `places`."""
+        for place in places.tolist():
+            self.write_actor[place : place + span] = -1
+            self.reads[place : place + span] = 0
+
+
 @njit(cache=True, nogil=True)
 def _read(write_actor, write_epoch, reads, places, span, itself, epoch, clock, slot):  # type: ignore[no-untyped-def]
     for i in range(places.size):

@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from flash_attn_fp8.sim.isa.bits import device
+
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
     from flash_attn_fp8.sim.ptx.program import Instruction
@@ -67,20 +69,32 @@ PACKED: Mapping[str, str] = MappingProxyType(
 # conversions of sources and results around them.
 ROUNDING_MASK = 7
 RN, RZ, RM, RP, RNA = range(5)
-FTZ, SAT, RELU, NAN, XORSIGN, SATFINITE = (1 << bit for bit in range(3, 9))
-INTEGRAL = 1 << 9  # .rni and its like: the result is an integer in the float's type
+FTZ = 1 << 3  # flush subnormal f32 to zero
+FTZ_HALF = 1 << 4  # the same of f16, in f16 instructions; `cvt.ftz.f32.f16` leaves f16 alone
+SAT = 1 << 5
+RELU = 1 << 6
+NAN = 1 << 7
+XORSIGN = 1 << 8
+SATFINITE = 1 << 9
 SELECTOR_SHIFT = 10  # the rest: which of a family (comparison, mode of prmt, ...)
 
 ROUNDINGS: Mapping[str, int] = MappingProxyType({"rn": RN, "rz": RZ, "rm": RM, "rp": RP})
-FLAGS: Mapping[str, int] = MappingProxyType(
-    {"ftz": FTZ, "sat": SAT, "relu": RELU, "NaN": NAN, "satfinite": SATFINITE}
+_MODIFIERS: Mapping[str, int] = MappingProxyType(
+    {
+        **ROUNDINGS,
+        **{"ftz": FTZ, "sat": SAT, "relu": RELU, "NaN": NAN, "satfinite": SATFINITE},
+        **{"xorsign": XORSIGN, "abs": 0},  # .xorsign.abs, always together
+        **{"approx": 0, "uni": 0},
+    }
 )
 
 
 def modifiers(names: str) -> Mapping[str, int]:
-    """The named modifiers' bits: `modifiers("rn rz ftz")`."""
-    known = {**ROUNDINGS, **FLAGS}
-    return {name: known[name] for name in names.split()}
+    """The named modifiers' bits: `modifiers("rn rz ftz")`; "ftz16" is ftz of f16."""
+    return {
+        name.removesuffix("16"): FTZ_HALF if name == "ftz16" else _MODIFIERS[name]
+        for name in names.split()
+    }
 
 
 def selector(names: str) -> Mapping[str, int]:
@@ -92,7 +106,8 @@ def selector(names: str) -> Mapping[str, int]:
 class Operation:
     """One case of the compiled dispatcher; `name` is its stem and types, `fma.f32`.
 
-    `takes_mode`: the handler's last argument is the mode bits.
+    `takes_mode`: the handler's last argument is the mode bits. `hot`: the dispatcher has a loop
+    over a full warp for it. `fast`: gives the same result where mode is 0, on float32 as such.
     """
 
     name: str
@@ -100,7 +115,17 @@ class Operation:
     result: str
     sources: tuple[str, ...]
     takes_mode: bool
-    fast: Callable[..., Any] | None = None  # same result where mode is 0, on raw float32 values
+    hot: bool = False
+    fast: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An opcode's types: the operation that does it, and the types of its result and sources."""
+
+    operation: str
+    result: str
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +133,7 @@ class Form:
     """What may follow a lane stem: types, and modifiers with their bits."""
 
     stem: str
-    types: frozenset[tuple[str, ...]]
+    types: Mapping[tuple[str, ...], Signature]
     modifiers: Mapping[str, int]
     requires: tuple[frozenset[str], ...]
 
@@ -136,38 +161,41 @@ def lane(
     sources: str,
     *,
     result: str = "T",
-    modifiers: Mapping[str, int] | None = None,
+    modifiers: Mapping[str, int] = MappingProxyType({}),
     requires: tuple[str, ...] = (),
     takes_mode: bool = False,
+    hot: bool = False,
     fast: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a handler for `stem` at each of `types` ("f32 f64"; "f32,bf16" is a type pair).
+    """Register a handler for `stem` at each of `types`.
 
-    `sources` and `result` name types, with T, U and 2T as in `_resolve`. `requires` lists groups of
-    modifiers ("rn rz"), of each of which the opcode must have one.
+    `types` is like "f32 f64"; "f32,bf16" is a pair of types, and "u32=s32" says that for u32 the
+    operation of s32 does ("f32=fma.f32": that of another stem). `sources` and `result` name types, with T, U and 2T as in
+    `_resolve`. `requires` lists groups of modifiers ("rn rz"), of each of which the opcode must
+    have one. A stem that begins with `_` is for macros alone.
     """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        kinds = [tuple(kind.split(",")) for kind in types.split()]
-        for kind in kinds:
-            name = ".".join((stem, *kind))
+        signatures = {}
+        for kind in types.split():
+            own, _, other = kind.partition("=")
+            parts = tuple(own.split(","))
+            name = other if "." in other else f"{stem}.{other or own.replace(',', '.')}"
+            signature = Signature(
+                name,
+                _resolve(result, parts),
+                tuple(_resolve(source, parts) for source in sources.split()),
+            )
+            signatures[parts] = signature
+            if other:
+                continue
             if name in OPERATIONS:
                 raise ValueError(f"operation {name} is registered twice")
             OPERATIONS[name] = Operation(
-                name,
-                handler,
-                _resolve(result, kind),
-                tuple(_resolve(source, kind) for source in sources.split()),
-                takes_mode,
-                fast,
+                name, device(handler), signature.result, signature.sources, takes_mode, hot, fast
             )
-        form = Form(
-            stem,
-            frozenset(kinds),
-            modifiers or {},
-            tuple(frozenset(group.split()) for group in requires),
-        )
-        FORMS.setdefault(stem, []).append(form)
+        groups = tuple(frozenset(group.split()) for group in requires)
+        FORMS.setdefault(stem, []).append(Form(stem, signatures, modifiers, groups))
         return handler
 
     return register
@@ -196,6 +224,8 @@ def warp(*stems: str) -> Callable[[Binder], Binder]:
 
 def find_stem(parts: tuple[str, ...]) -> str | None:
     """The longest registered stem that begins `parts`."""
+    if parts[0].startswith("_"):
+        return None
     for length in range(len(parts), 0, -1):
         stem = ".".join(parts[:length])
         if stem in FORMS or stem in MACROS or stem in BINDERS:

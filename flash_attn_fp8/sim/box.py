@@ -1,4 +1,4 @@
-"""A tensor map's boxes: from global memory to rows of bytes, back, and their place in shared memory.
+"""A tensor map's boxes: global memory to rows of bytes and back, and rows in shared memory.
 
 A *tile* is what a copy moves: `uint8[rows, bytes of a row]`, dimension 1 varying fastest among the
 rows, before any swizzle. Elements outside the tensor are filled on the way in and dropped on the
@@ -56,7 +56,7 @@ class Box:
     @property
     def whole(self) -> bool:
         """Nothing is out of bounds."""
-        return self.inside is None and self.high - self.low == self.row_bytes
+        return self.inside is None and self.row_bytes == self.high - self.low
 
     def __str__(self) -> str:
         return f"box at {list(self.coordinates)} of {self.map}"
@@ -71,7 +71,7 @@ def place(m: TensorMap, coordinates: tuple[int, ...]) -> Box:
     for i in range(1, m.rank):
         c = coordinates[i]
         start += c * m.strides[i - 1]
-        within &= 0 <= c and c + (counts[i] - 1) * steps[i] < m.dims[i]
+        within &= c >= 0 and c + (counts[i] - 1) * steps[i] < m.dims[i]
     inside = None
     if not within:
         inside = np.ones(1, np.bool_)
@@ -113,7 +113,8 @@ def _place(
         # The manual: "the address of the bounding box must be aligned to 16 bytes"; an H200 answers
         # such a load with an illegal instruction.
         raise Misaligned(
-            f"coordinates {list(coordinates)} begin {first} bytes into a row, not a multiple of 16: {m}"
+            f"coordinates {list(coordinates)} begin {first} bytes into a row, which is not a "
+            f"multiple of 16: {m}"
         )
     low, high = max(0, -first), min(m.box[0] * m.size, m.dims[0] * m.size - first)
     if high <= low:

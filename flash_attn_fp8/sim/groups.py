@@ -71,7 +71,7 @@ class BulkGroups:
             return Wait(
                 self,
                 ready=ready,
-                describe=lambda: f"for {what}{self.name}, groups up to {target} of {self.committed}",
+                describe=lambda: f"for {what}{self.name}, group {target} of {self.committed}",
             )
         if target > 0:
             warp.clocks.observe(self.actor, target)

@@ -130,10 +130,11 @@ class SharedMemory:
     def __init__(self, name: str, size: int, checks: Checks, actors: Actors) -> None:
         self.name = name
         padded = -(-size // 8) * 8
-        self.data = np.zeros(padded, np.uint8)[:size]
+        data = np.zeros(padded, np.uint8)
+        self.data = data[:size]
         self._written = np.zeros(padded if checks.uninitialised else 0, np.uint8)
         # The same bytes in words of 8: wide accesses go by these, several times faster.
-        self._data_words = self.data.base.view(np.uint64)
+        self._data_words = data.view(np.uint64)
         self._written_words = self._written.view(np.uint64)
         self.shadow = Shadow(-(-size // GRANULE)) if checks.races else None
         self._actors = actors

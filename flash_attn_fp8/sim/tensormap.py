@@ -94,7 +94,7 @@ class TensorMap:
 
     @property
     def pitch(self) -> int:
-        """Bytes from a row of the box to the next in shared memory: rows of a swizzle are padded."""
+        """Bytes from a row of the box to the next in shared memory; a swizzle pads rows."""
         return max(self.box[0] * self.size, self.span)
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ def _unused_is_zero(words: list[int], raw: bytes, rank: int) -> None:
 
 
 def check(m: TensorMap) -> None:
-    """The rules of `cuTensorMapEncodeTiled` and of PTX's tensor copies, beyond the fields' widths."""
+    """The rules of `cuTensorMapEncodeTiled` and of PTX, beyond the widths of the fields."""
     lengths = (len(m.strides) + 1, len(m.box), len(m.element_strides))
     if not 1 <= m.rank <= 5 or lengths != (m.rank,) * 3:
         raise ValueError(f"{m}: rank {m.rank} needs strides, box and element strides to match")
@@ -250,12 +250,17 @@ def swizzle(addresses: np.ndarray, span: int, atom: str = "16B") -> np.ndarray:
     if span == 0:
         return addresses
     line = addresses >> 7
+    flips: np.ndarray
     if atom == "16B":
-        return addresses ^ (line & (span // 16 - 1)) << 4
-    if atom == "64B":
-        return addresses ^ (line & 1) << 6
-    moved = addresses ^ (line & 3) << 5
-    return moved ^ (line & 1) << 3 if atom == "32B+8B" else moved
+        flips = (line & (span // 16 - 1)) << 4
+    elif atom == "64B":
+        flips = (line & 1) << 6
+    else:
+        flips = (line & 3) << 5
+        if atom == "32B+8B":
+            flips |= (line & 1) << 3
+    moved: np.ndarray = addresses ^ flips
+    return moved
 
 
 # ----------------------------------------------------------------------------- tensormap.replace

@@ -109,7 +109,7 @@ def own_shared(warp: Warp, address: int, what: str) -> int:
 def targets(
     warp: Warp, form: Form, destination: int, mbarrier: int, cta_mask: int | None
 ) -> list[Target]:
-    """Destinations of a copy into shared memory, by the manual's rules of where mbarriers may be."""
+    """Destinations of a copy into shared memory; the manual says where mbarriers may be."""
     cluster = warp.cluster
     offset = destination & OFFSET_MASK
     if cta_mask is None:

@@ -120,7 +120,7 @@ def copy_out(
 
 @warp("cp.async.bulk")
 def copy_bulk(ctx: Context, instruction: Instruction) -> Handler:
-    """`[dst], [src], size, [mbar]{, ctaMask}{, policy}`, `[dst], [src], size{, policy}{, bytes}`."""
+    """`[dst], [src], size, [mbar]{, ctaMask}{, policy}`; to global memory with a group, no mbar."""
     form = parse_form(ctx, ctx.suffixes, frozenset(["cp_mask"]))
     return _bind(ctx, instruction, form, None, 1)
 

@@ -1,4 +1,4 @@
-"""`cp.async`: copies of 4, 8 or 16 bytes a lane, in the generic proxy, in groups or on mbarriers."""
+"""`cp.async`: copies of 4, 8 or 16 bytes a lane, in the generic proxy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copy(
             values[which, :count] = w.cluster.memory.read(sources[which], count)
     for rank in np.unique(targets >> RANK_SHIFT).tolist():
         if rank != w.cta.rank:
-            raise Finding(f"cp.async into shared memory of rank {rank} by a CTA of rank {w.cta.rank}")
+            raise Finding(f"cp.async by a CTA of rank {w.cta.rank} into memory of rank {rank}")
     groups, generic = copy_groups(w), w.clocks.generic
     access = Access(groups.actor, groups.epoch, generic, generic, False)
     w.cta.shared.write(targets & OFFSET_MASK, values, access)
@@ -76,7 +76,7 @@ def copy_async(ctx: Context, instruction: Instruction) -> Handler:
             raise Finding(f"cp.async of {size} bytes with src-size {int(used.max())}")
         wrong = sources % size != 0
         if wrong.any():
-            raise Misaligned(f"cp.async of {size} bytes from {int(sources[wrong][0]):#x}: not aligned")
+            raise Misaligned(f"cp.async of {size} bytes from {int(sources[wrong][0]):#x}")
         copy(w, mask, targets, sources, size, used)
 
     return handler
@@ -124,7 +124,7 @@ def wait_all(ctx: Context, instruction: Instruction) -> Handler:
 
 @warp("cp.async.mbarrier.arrive")
 def arrive(ctx: Context, instruction: Instruction) -> Handler:
-    """`cp.async.mbarrier.arrive{.noinc}.shared{::cta}.b64 [a]`: arrive once the copies are complete.
+    """`cp.async.mbarrier.arrive{.noinc}.shared{::cta}.b64 [a]`, once the copies are complete.
 
     It hands on the copies and nothing else that the thread has done.
     """
@@ -135,9 +135,7 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
     address = AddressOperand(ctx, instruction.operands[0])
 
     def handler(w: Warp, mask: int) -> None:
-        addresses, counts = np.unique(
-            address.of(w, w.lanes(mask)) & 0xFFFFFFFF, return_counts=True
-        )
+        addresses, counts = np.unique(address.of(w, w.lanes(mask)) & 0xFFFFFFFF, return_counts=True)
         for at, count in zip(addresses.tolist(), counts.tolist(), strict=True):
             arrive_after_copies(w, at, count, no_increment)
 

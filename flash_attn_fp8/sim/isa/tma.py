@@ -246,7 +246,8 @@ def prefetch_tensor(ctx: Context, instruction: Instruction) -> Handler:
     modes = [part for part in suffixes if part.startswith(("tile", "im2col"))]
     hint = "L2::cache_hint" in suffixes
     known = {"L2", "global", "L2::cache_hint", "tile", "tile::gather4"}
-    if dim not in _DIMENSIONS or not set(suffixes) <= known or len(instruction.operands) != 1 + hint:
+    operands = len(instruction.operands)
+    if dim not in _DIMENSIONS or not set(suffixes) <= known or operands != 1 + hint:
         ctx.fail("this form of tensor prefetch")
     mode = modes[0] if modes else "tile"
     tensor = _TensorOperand(ctx, instruction.operands[0], _DIMENSIONS[dim], mode)

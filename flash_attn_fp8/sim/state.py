@@ -26,6 +26,7 @@ from flash_attn_fp8.sim.order import Access, Actors, Clocks
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Code
+    from flash_attn_fp8.sim.groups import BulkGroups, CopyGroups
     from flash_attn_fp8.sim.launch import Launch
     from flash_attn_fp8.sim.schedule import Schedule
 
@@ -210,6 +211,7 @@ class Warp:
     instructions_left: int = 0
     counted: int = 0
     sequence: Counter[str] = field(default_factory=Counter)  # groups and operations of its own
+    groups: dict[tuple[str, int], BulkGroups | CopyGroups] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.actor = self.cluster.actors.number(

@@ -41,8 +41,9 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedLaunch(Launch):
-    """A launch with its code. `attributes` are the launch attributes that have no field of their
-    own, as (CUDA's number, its 64 bytes).
+    """A launch with its code.
+
+    `attributes` are those that have no field of their own, as (CUDA's number, its 64 bytes).
     """
 
     ptx: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..launch import Buffer
+from flash_attn_fp8.sim.launch import Buffer
 
 SOURCE = "_simulated_source"  # a cute tensor's attribute: the torch tensor it was made from
 
@@ -40,9 +40,14 @@ def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors_in(path, part)
 
 
+def _fields(value: Any) -> tuple[str, ...]:
+    """The names in a named tuple; none for anything else."""
+    return getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+
+
 def _parts(value: Any) -> Iterable[tuple[str | int, Any]]:
-    if hasattr(value, "_fields") and isinstance(value, tuple):
-        return zip(value._fields, value, strict=True)
+    if fields := _fields(value):
+        return zip(fields, value, strict=True)
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, Mapping):
@@ -53,12 +58,12 @@ def _parts(value: Any) -> Iterable[tuple[str | int, Any]]:
 
 
 def replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with `replace(t)` for every torch tensor in it; what has none comes back as itself."""
+    """`value`, with `replace(t)` for each torch tensor in it; itself where there is none."""
     if isinstance(value, torch.Tensor):
         return replace(value)
     if not any(True for _ in tensors_in("", value)):
         return value
-    if hasattr(value, "_fields") and isinstance(value, tuple):
+    if _fields(value):
         return type(value)(*(replace_tensors(part, replace) for part in value))
     if isinstance(value, (tuple, list)):
         return type(value)(replace_tensors(part, replace) for part in value)
@@ -73,7 +78,10 @@ def replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
 
 def describe(name: str, tensor: torch.Tensor) -> str:
     """`q e4m3[1, 256, 1, 128]`."""
-    kind = _SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    dtype, base = tensor.dtype, tensor._base
+    if dtype is torch.uint8 and base is not None and base.dtype.itemsize == 1:
+        dtype = base.dtype  # how fp8 is passed, since not every DLPack consumer has its types
+    kind = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
     return f"{name} {kind}{list(tensor.shape)}"
 
 

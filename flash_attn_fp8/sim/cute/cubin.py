@@ -1,4 +1,4 @@
-"""What the bridge needs from a compiled kernel's container: the cubin itself, and three numbers.
+"""What the bridge needs from a compiled kernel's container: the cubin itself, and a number.
 
 A fatbin is a 16-byte header and entries, each with its own header; a cubin is an ELF file. The
 layout of the fatbin's headers was found by looking at fatbins that CuTe DSL made from known cubins.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _FATBIN_MAGIC = 0xBA55ED50
 _ELF_MAGIC = b"\x7fELF"
+_NOBITS, _SYMBOL_BYTES = 8, 24  # of ELF
+_SIZED, _REGISTER_COUNT = 4, 0x2F  # of .nv.info: a record with a payload; EIATTR_REGCOUNT
 
 
 class CubinError(ValueError):
@@ -21,11 +24,10 @@ class CubinError(ValueError):
 
 @dataclass(frozen=True)
 class Section:
-    """A section of an ELF file: its name, its size and `sh_info`."""
+    """A section of an ELF file."""
 
     name: str
-    nbytes: int
-    info: int
+    content: bytes
 
 
 def digest(cubin: bytes) -> str:
@@ -73,26 +75,52 @@ def _elf_size(elf: bytes) -> int:
 
 
 def sections(cubin: bytes) -> tuple[Section, ...]:
-    """All sections of a cubin."""
+    """All sections of a cubin; one without bytes in the file has its size in zeros."""
     (start,) = struct.unpack_from("<Q", cubin, 40)
     entry, count, names_at = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQII", cubin, start + entry * i) for i in range(count)]
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + entry * i) for i in range(count)]
     names = headers[names_at][4]
 
-    def text(at: int) -> str:
-        return cubin[names + at : cubin.index(b"\0", names + at)].decode()
+    def section(name: int, kind: int, _flags: int, _address: int, at: int, nbytes: int) -> Section:
+        content = bytes(nbytes) if kind == _NOBITS else cubin[at : at + nbytes]
+        return Section(_text(cubin, names + name), content)
 
-    return tuple(Section(text(h[0]), h[5], h[7]) for h in headers)
+    return tuple(section(*header) for header in headers)
+
+
+def _text(blob: bytes, at: int) -> str:
+    return blob[at : blob.index(b"\0", at)].decode()
+
+
+def has_kernel(cubin: bytes, entry: str) -> bool:
+    """Whether `entry` is a kernel of this cubin."""
+    return any(section.name == f".text.{entry}" for section in sections(cubin))
 
 
 def launch_registers(cubin: bytes, entry: str) -> int:
-    """Registers of a thread at launch: the top byte of the text section's `sh_info`."""
-    for section in sections(cubin):
-        if section.name == f".text.{entry}":
-            return section.info >> 24
-    raise CubinError(f"the cubin has no section .text.{entry}")
+    """Registers of a thread at launch.
+
+    From the kernel's register-count record in `.nv.info`, which says what `cuobjdump
+    --dump-resource-usage` says. (The top byte of the text section's `sh_info`, where older cubins
+    have it, is 0 in those of CuTe DSL 4.8.1.)
+    """
+    named = {section.name: section.content for section in sections(cubin)}
+    symbols, strings = named.get(".symtab", b""), named.get(".strtab", b"")
+    for attribute, payload in _info_records(named.get(".nv.info", b"")):
+        if attribute == _REGISTER_COUNT:
+            symbol, count = struct.unpack("<II", payload)
+            (name,) = struct.unpack_from("<I", symbols, _SYMBOL_BYTES * symbol)
+            if _text(strings, name) == entry:
+                return int(count)
+    raise CubinError(f"the cubin's .nv.info has no register count for {entry}")
 
 
-def static_smem(cubin: bytes, entry: str) -> int:
-    """Bytes of shared memory that the kernel declares itself."""
-    return sum(s.nbytes for s in sections(cubin) if s.name == f".nv.shared.{entry}")
+def _info_records(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """(attribute, payload) of the records that have a payload."""
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, nbytes = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == _SIZED:
+            yield attribute, info[at : at + nbytes]
+            at += nbytes

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..launch import Buffer, CapturedLaunch
+import torch
+
+from flash_attn_fp8.sim.launch import Buffer, CapturedLaunch
+
 from .arguments import Memory
 from .dsl import patch_dsl
 from .patching import Patches
@@ -35,7 +38,9 @@ class Device:
     def launched(self, launch: CapturedLaunch) -> None:
         """Hands a launch to the callback."""
         self.launches += 1
-        self._on_launch(launch)
+        # The callback computes on the host: its own tensors, if any, are CPU tensors.
+        with torch._C.DisableTorchFunction():
+            self._on_launch(launch)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def cuda_capsule(tensor: torch.Tensor) -> Any:
     """A DLPack capsule of `tensor`, device (2, 0), that shares its memory."""
     # torch's own function refuses tensors that require grad; on a GPU the DSL's callers detach.
     with torch._C.DisableTorchFunction():
-        capsule = torch._C._to_dlpack(tensor.detach())  # type: ignore[attr-defined]
+        capsule = torch._C._to_dlpack(tensor.detach())
     address = _capsule_pointer(capsule, b"dltensor")
     head = ctypes.cast(address, ctypes.POINTER(_DLTensor)).contents
     head.device.device_type, head.device.device_id = CUDA_DEVICE

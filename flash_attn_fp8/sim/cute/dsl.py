@@ -25,12 +25,14 @@ from typing import Any
 
 import cutlass.base_dsl.compiler as dsl_compiler
 import cutlass.base_dsl.dsl as base_dsl
+import cutlass.base_dsl.env_manager as env_manager
 import cutlass.base_dsl.jit_executor as jit_executor
 import cutlass.cute.runtime as cute_runtime
 import cutlass.cutlass_dsl.cuda_jit_executor as cuda_executor
 import torch
 from cutlass.base_dsl.cache_helpers import JitCacheDict
 from cutlass.cutlass_dsl import CuTeDSL
+from cutlass.cutlass_dsl.cutlass import CuteExperimentalDSL
 from cutlass.utils import HardwareInfo
 
 from .arguments import SOURCE, Memory, replace_tensors
@@ -40,11 +42,14 @@ from .runtime import RUNTIME, Image
 from .splice import splice
 
 _PIPELINE = "cute-to-nvvm{"
+_CHIP = re.compile(r"cubin-chip=(\w+)")
 _DUMP = re.compile(r"dump-(ptx|cubin)-path='?([^'\s}]+)'?")
 
-# Modules whose memory of the device (lru_cache) and of compiled functions must not cross the border.
+# Modules that remember the device (lru_cache) and compiled functions: neither may cross the border.
 _CACHING_PACKAGES = ("flash_attn.cute", "quack")
 _CACHE_SWITCHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "QUACK_CACHE_ENABLED")
+# Variables that would tell these packages of another device than the simulated one.
+_OVERRIDES = ("FLASH_ATTENTION_ARCH", "FLASH_ATTENTION_NUM_SMS", "QUACK_ARCH")
 
 # By (arch, sm_count): both are compiled into host code.
 _jit_caches: dict[tuple[str, int], dict[Any, Any]] = {}
@@ -56,19 +61,31 @@ class _NotExportable(RuntimeError):
 
 def patch_dsl(patches: Patches, memory: Memory, arch: str, sm_count: int) -> None:
     """Applies every change of this module."""
-    dsl = CuTeDSL._get_dsl()
+    # All of them, and before the environment changes: each reads it once, when it is made.
+    dsls = [kind._get_dsl() for kind in (CuTeDSL, CuteExperimentalDSL)]
+    for dsl in dsls:
+        _patch_target(patches, dsl, arch, sm_count)
+    patches.environment("CUTE_DSL_ARCH", arch)
+    for name in _OVERRIDES:
+        patches.environment(name, None)
+    patches.undo(env_manager.get_str_env_var.cache_clear)
+    _patch_caches(patches, arch, sm_count)
+    _patch_compiler(patches, arch)
+    _patch_tensors(patches, memory)
+    _patch_calls(patches, memory)
+    _patch_device(patches, sm_count)
+
+
+def _patch_target(patches: Patches, dsl: Any, arch: str, sm_count: int) -> None:
     if dsl.envar.compiler_backend != "legacy":
         raise RuntimeError(
             f"CUTE_DSL_COMPILER_BACKEND is {dsl.envar.compiler_backend!r}; the simulator's bridge "
             "knows the DSL's default backend, 'legacy': unset the variable"
         )
-    patches.environment("CUTE_DSL_ARCH", arch)
     patches.attribute(dsl.envar, "_arch", arch)
-    _patch_caches(patches, dsl, arch, sm_count)
-    _patch_compiler(patches, arch)
-    _patch_tensors(patches, memory)
-    _patch_calls(patches, memory)
-    _patch_device(patches, sm_count)
+    patches.attribute(dsl.envar, "disable_file_caching", True)
+    store = _jit_caches.setdefault((arch, sm_count), {})
+    patches.attribute(dsl, "jit_cache", store.setdefault(type(dsl), JitCacheDict()))
 
 
 # ---------------------------------------------------------------------------------- compiling
@@ -84,7 +101,8 @@ def _patch_compiler(patches: Patches, arch: str) -> None:
         with tempfile.TemporaryDirectory(prefix="flash_attn_fp8-sim-") as folder:
             pipeline, paths = _with_dumps(pipeline, Path(folder) / "kernel")
             compiled = original(self, module, pipeline, *args, **kwargs)
-            _register_image(paths, arch)
+            chip = _CHIP.search(pipeline)
+            _register_image(paths, chip[1] if chip else arch)
         splice(compiled, RUNTIME.address_of)
         return compiled
 
@@ -258,10 +276,8 @@ def _patch_device(patches: Patches, sm_count: int) -> None:
 # -------------------------------------------------------------------------------------- caches
 
 
-def _patch_caches(patches: Patches, dsl: Any, arch: str, sm_count: int) -> None:
+def _patch_caches(patches: Patches, arch: str, sm_count: int) -> None:
     store = _jit_caches.setdefault((arch, sm_count), {})
-    patches.attribute(dsl, "jit_cache", store.setdefault("dsl", JitCacheDict()))
-    patches.attribute(dsl.envar, "disable_file_caching", True)
     for switch in _CACHE_SWITCHES:
         patches.environment(switch, "0")
     if "quack.cache" in sys.modules:

@@ -10,12 +10,14 @@ error code returned in its place; whoever called the compiled function raises it
 from __future__ import annotations
 
 import ctypes
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..launch import Buffer, CapturedLaunch, param_sizes
+from flash_attn_fp8.sim.launch import Buffer, CapturedLaunch, param_sizes
+
 from . import cubin
 
 SUCCESS, LAUNCH_FAILED = 0, 719  # cudaSuccess, cudaErrorLaunchFailure
@@ -24,6 +26,11 @@ SUCCESS, LAUNCH_FAILED = 0, 719  # cudaSuccess, cudaErrorLaunchFailure
 _SHARED_PER_BLOCK, _WARP, _SM_COUNT, _MAJOR, _MINOR, _SHARED_OPTIN = 8, 10, 16, 75, 76, 97
 _COOPERATIVE, _CLUSTER, _PROGRAMMATIC = 2, 4, 6
 _KERNEL_SHARED_BYTES, _KERNEL_REGISTERS = 1, 4
+
+_STATIC_SHARED = re.compile(
+    r"^\s*(?:\.visible\s+)?\.shared\s+(?:\.align\s+\d+\s+)?\.[bsuf](\d+)\s+[\w$]+\[(\d+)\]",
+    re.MULTILINE,
+)
 
 _i32, _u32, _size, _pointer = ctypes.c_int32, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p
 
@@ -69,6 +76,7 @@ class Kernel:
 class Session(Protocol):
     """What the runtime asks the active `sim.device` for."""
 
+    arch: str
     sm_count: int
     capability: tuple[int, int]
     shared_optin: int
@@ -174,7 +182,7 @@ class Runtime:
             raise StandInError(f"{library:#x} is no library of the stand-in CUDA runtime")
         entry = name.decode()
         for image in images:
-            if any(s.name == f".text.{entry}" for s in cubin.sections(image.cubin)):
+            if cubin.has_kernel(image.cubin, entry):
                 _store(out, ctypes.c_uint64, self._new_handle(Kernel(entry, image)))
                 return
         raise StandInError(f"no cubin of the library has a kernel {entry}")
@@ -182,7 +190,7 @@ class Runtime:
     def kernel_attribute(self, out: int, attribute: int, handle: int, _device: int) -> None:
         kernel = self._kernel(handle)
         if attribute == _KERNEL_SHARED_BYTES:
-            value = cubin.static_smem(kernel.image.cubin, kernel.name)
+            value = _static_smem(kernel.image.ptx)
         elif attribute == _KERNEL_REGISTERS:
             value = cubin.launch_registers(kernel.image.cubin, kernel.name)
         else:
@@ -265,6 +273,11 @@ class Runtime:
         arguments: int,
     ) -> None:
         session, kernel = self._active(), self._kernel(handle)
+        if _number(kernel.image.arch) != _number(session.arch):
+            raise StandInError(
+                f"{kernel.name} was compiled for {kernel.image.arch}, and the device is "
+                f"{session.arch}; compile it inside this `sim.device`"
+            )
         sizes = param_sizes(kernel.image.ptx, kernel.name)
         pointers = (_pointer * len(sizes)).from_address(arguments) if sizes else ()
         cluster = attributes.pop(_CLUSTER, None)
@@ -289,9 +302,19 @@ class Runtime:
         )
 
 
+def _static_smem(ptx: str) -> int:
+    """Bytes of shared memory that the module declares with a size."""
+    # Not the cubin's .nv.shared section, which is 1024 bytes for kernels that declare none.
+    return sum(int(n) * int(bits) // 8 for bits, n in _STATIC_SHARED.findall(ptx))
+
+
 def _triple(values: Any) -> tuple[int, int, int]:
     x, y, z = values
     return int(x), int(y), int(z)
+
+
+def _number(arch: str) -> str:
+    return arch.rstrip("af")  # sm_100f code runs on sm_100a
 
 
 def _store(at: int, kind: Any, value: int) -> None:
@@ -302,8 +325,8 @@ def _load(at: int, kind: Any) -> int:
     return int(kind.from_address(at).value)
 
 
-# Attributes that the pretended device takes without a word, waits for work that is done already, and
-# unloading, which may run when the interpreter is gone and must therefore not reach Python.
+# Attributes that the pretended device takes without a word, waits for work that is done already,
+# and unloading, which may run when the interpreter is gone and must therefore not reach Python.
 _NOTHING_TO_DO = frozenset(
     {
         "_cudaKernelSetAttributeForDevice",

@@ -17,7 +17,9 @@ from typing import Any
 
 from cutlass._mlir import ir
 
-_DECLARATION = re.compile(r"llvm\.func\s+(?:\w+\s+)?@(?P<name>[\w$]+)\((?P<args>[^)]*)\)(?P<rest>.*)")
+_DECLARATION = re.compile(
+    r"llvm\.func\s+(?:\w+\s+)?@(?P<name>[\w$]+)\((?P<args>[^)]*)\)(?P<rest>.*)"
+)
 _RESULT = re.compile(r"\s*->\s*(?P<type>!?[\w.]+)")
 
 # Runtime functions by their names. The rest of what is declared (printf, TVM FFI, naming an error)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._guards import active_fake_mode
 from torch.overrides import TorchFunctionMode
 
 from .arguments import Memory
@@ -26,12 +27,6 @@ ALIGNMENT = 256
 
 _T = torch.Tensor
 
-
-def _getter(name: str) -> Any:
-    return getattr(_T, name).__get__
-
-
-_IS_CUDA, _IS_CPU, _DEVICE = _getter("is_cuda"), _getter("is_cpu"), _getter("device")
 
 _ADDRESSES = (_T.data_ptr, _T.untyped_storage, _T.__dlpack__)
 
@@ -70,6 +65,20 @@ _MAKERS = frozenset(
 )
 
 
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _T.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
+    _T.is_cpu.__get__: lambda tensor: False,  # type: ignore[attr-defined]
+    _T.device.__get__: lambda tensor: torch.device("cuda", 0),
+    _T.get_device: lambda tensor: 0,
+    _T.__dlpack_device__: lambda tensor, *_: CUDA_DEVICE,
+    _T.cuda: lambda tensor, *_, **__: tensor,
+    _T.cpu: lambda tensor, *_, **__: tensor.clone(),
+    _T.pin_memory: lambda tensor, *_: tensor,
+    _T.is_pinned: lambda tensor, *_: False,
+    _T.record_stream: lambda tensor, stream: None,
+}
+
+
 class CudaTensors(TorchFunctionMode):
     """CPU tensors that look like CUDA's while the mode is active."""
 
@@ -82,7 +91,9 @@ class CudaTensors(TorchFunctionMode):
     ) -> Any:
         """Answers questions about the device; runs everything else on the CPU."""
         kwargs = dict(kwargs or {})
-        answer = _answers().get(func)
+        if active_fake_mode() is not None:
+            return func(*args, **kwargs)  # tensors without memory may be CUDA's without our help
+        answer = _ANSWERS.get(func)
         if answer is not None and _pretends(args[0]):
             return answer(*args, **kwargs)
         if func in _ADDRESSES and _pretends(args[0]):
@@ -94,21 +105,6 @@ class CudaTensors(TorchFunctionMode):
             # An operation that returns its argument (`contiguous`) must not become a copy.
             return result if any(result is a for a in args) else aligned(result)
         return result
-
-
-def _answers() -> dict[Any, Callable[..., Any]]:
-    return {
-        _IS_CUDA: lambda tensor: True,
-        _IS_CPU: lambda tensor: False,
-        _DEVICE: lambda tensor: torch.device("cuda", 0),
-        _T.get_device: lambda tensor: 0,
-        _T.__dlpack_device__: lambda tensor: CUDA_DEVICE,
-        _T.cuda: lambda tensor, *_, **__: tensor,
-        _T.cpu: lambda tensor, *_, **__: tensor.clone(),
-        _T.pin_memory: lambda tensor, *_: tensor,
-        _T.is_pinned: lambda tensor, *_: False,
-        _T.record_stream: lambda tensor, stream: None,
-    }
 
 
 def _pretends(tensor: Any) -> bool:
@@ -154,7 +150,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
         start = -room.ctypes.data % ALIGNMENT
         storage = torch.from_numpy(room[start : start + nbytes]).untyped_storage()
         moved = torch.empty(0, dtype=tensor.dtype)
-        moved.set_(storage, 0, tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        moved.set_(storage, 0, tensor.size(), tensor.stride())
         return moved.copy_(tensor)
 
 
@@ -237,6 +233,8 @@ def patch_torch_cuda(patches: Patches, props: SimpleNamespace) -> None:
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: False,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
         "Stream": SimulatedStream,
         "Event": SimulatedEvent,
     }

@@ -94,7 +94,7 @@ def parameters(source: Source, text: str) -> tuple[Parameter, ...]:
 def _count(source: Source, text: str) -> int:
     try:
         count = integer(text)
-    except ValueError as error:
+    except OverflowError as error:
         source.fail(str(error))
     if count is None or count < 0:
         source.fail(f"no number of elements: {text!r}")
@@ -110,7 +110,10 @@ def variables(source: Source, space: str, extern: bool, text: str) -> Iterator[V
         source.fail(f"`.{space}` takes a type and names")
     size, align = _size(source, match)
     inner = [int(match["lanes"])] if match["lanes"] else []
-    for item in items(match["names"]) or [match["names"]]:
+    declarators = items(match["names"])
+    if declarators is None:
+        source.fail(f"can't tell the variables in {match['names']!r} apart")
+    for item in declarators:
         name = _DECLARATOR.fullmatch(item)
         if name is None:
             source.fail(f"no variable: {item!r}")
@@ -159,7 +162,7 @@ def _initial(source: Source, text: str, shape: list[int], kind: str) -> Iterator
 def _encode(source: Source, text: str, kind: str) -> bytes:
     try:
         literal = immediate(text)
-    except ValueError as error:
+    except OverflowError as error:
         source.fail(str(error))
     if literal is None:
         source.unmodelled(f"initialiser {text!r}, which is no literal")

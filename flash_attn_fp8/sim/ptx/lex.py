@@ -12,7 +12,7 @@ from flash_attn_fp8.sim.ptx.program import Immediate
 
 IDENTIFIER = r"(?:[A-Za-z][\w$]*|[_$%][\w$]+)"
 OPCODE = r"[a-z]\w*(?:\.\w+(?:::\w+)*)*"
-INTEGER = r"(?:0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?"
+INTEGER = r"(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?"
 
 # What may begin inside a function's braces. `lastgroup` tells which of the five it was.
 STATEMENT = re.compile(
@@ -28,9 +28,10 @@ STATEMENT = re.compile(
 )
 
 _COMMENT_OR_STRING = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_SPACE = re.compile(r"\s*")
+_BLACK = re.compile(r"\S")
 _OPERAND = re.compile(r"\s*(\[[^\[\]]*\]|\{[^{}]*\}|[^,\[\]{}]+)\s*(,|$)")
-_ITEM = re.compile(r"\s*(\{(?:[^{}]|\{[^{}]*\})*\}|[^,{}]+)\s*(,|$)")
+_BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_ITEM = re.compile(rf"\s*((?:[^,{{}}=]+=\s*)?(?:{_BRACED}|[^,{{}}=]+))\s*(,|$)")
 
 _INTEGER = re.compile(rf"(-?)\s*({INTEGER})", re.ASCII)
 _FLOAT_BITS = re.compile(r"0(?:([fF])([0-9a-fA-F]{8})|([dD])([0-9a-fA-F]{16}))")
@@ -58,10 +59,9 @@ class Source:
 
     def next(self) -> bool:
         """Skip space to the next statement; False at the end of the text."""
-        match = _SPACE.match(self.text, self.position)
-        assert match is not None  # `\s*` matches anywhere
-        self.here = self.position = match.end()
-        return self.here < len(self.text)
+        match = _BLACK.search(self.text, self.position)
+        self.here = self.position = len(self.text) if match is None else match.start()
+        return match is not None
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Match at the position and step over it."""
@@ -123,7 +123,10 @@ def operands(text: str) -> list[str] | None:
 
 
 def items(text: str) -> list[str] | None:
-    """Cut at the commas outside braces, which may be nested once; None if they do not match."""
+    """Cut `name = {...}, ...` or what is between braces at the outer commas; None if it can't be.
+
+    Braces may be nested once.
+    """
     return _cut(_ITEM, text)
 
 
@@ -131,7 +134,7 @@ def integer(text: str) -> int | None:
     """The value of an integer literal, None if it is none.
 
     Raises:
-        ValueError: the literal has no value in 64 bits, or a digit that its base lacks.
+        OverflowError: its value does not fit into 64 bits.
     """
     match = _INTEGER.fullmatch(text)
     if match is None:
@@ -147,7 +150,7 @@ def integer(text: str) -> int | None:
     if match[1]:
         value = -value
     if not -(1 << 63) <= value < 1 << 64:
-        raise ValueError(f"{text} does not fit into 64 bits")
+        raise OverflowError(f"{text} does not fit into 64 bits")
     return value
 
 
@@ -155,7 +158,7 @@ def immediate(text: str) -> Immediate | None:
     """A literal, None if the text is none.
 
     Raises:
-        ValueError: as `integer` does.
+        OverflowError: as `integer` does.
     """
     value = integer(text)
     if value is not None:

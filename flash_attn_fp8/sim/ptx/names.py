@@ -23,7 +23,7 @@ from flash_attn_fp8.sim.ptx.program import (
 )
 
 _NAME = re.compile(IDENTIFIER, re.ASCII)
-_SUM = re.compile(rf"({IDENTIFIER})\s*([+-])\s*(-?\s*\w+)", re.ASCII)
+_SUM = re.compile(rf"({IDENTIFIER})\s*([+-])\s*(-?\s*[\w$%]+)", re.ASCII)
 _PAIR = re.compile(r"([\w$%]+)\s*\|\s*([\w$%]+)", re.ASCII)
 _SPECIAL = re.compile(
     r"%(?:(?:tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyzw]"
@@ -92,7 +92,7 @@ class Operands:
     def _new(self, text: str, scope: Scope) -> Operand:
         try:
             found = self._read(text, scope)
-        except ValueError as error:  # from a literal
+        except OverflowError as error:  # from a literal
             self._source.fail(str(error))
         scope.known[text] = found
         return found

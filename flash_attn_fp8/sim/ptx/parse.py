@@ -159,12 +159,13 @@ class _Function:
         self.source = module.source
         self.scope = Scope(module.scope)
         self.operands = Operands(self.source)
+        self.begun = module.source.line
         self.opened = 0  # pairs of braces within the function so far
         self.registers: dict[str, str] = {}
         self.variables: list[Variable] = []
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
-        self.branches: list[tuple[int, Scope]] = []
+        self.branches: list[tuple[int, Scope, str]] = []
         self.target_lists: dict[str, tuple[int, Scope, list[str]]] = {}
         self.last_label: tuple[str, int] = ("", -1)
 
@@ -215,13 +216,13 @@ class _Function:
                 source.fail(f".{name} is there twice or has {len(values)} values")
             found[name] = values
         if source.here == len(source.text):
-            source.fail("the text ends before an entry's `{`")
+            source.fail("the text ends before this entry's `{`", self.begun)
         source.position += 1
         return found
 
     def _body(self) -> None:
         source = self.source
-        outermost = self.scope
+        outer: list[Scope] = []
         while source.next():
             match = source.take(STATEMENT)
             if match is None:
@@ -236,14 +237,14 @@ class _Function:
             elif kind == "empty":
                 pass
             elif match["brace"] == "{":
+                outer.append(self.scope)
                 self.opened += 1
                 self.scope = Scope(self.scope, f"{self.module.separator}{self.opened}")
-            elif self.scope is outermost:
-                return
+            elif outer:
+                self.scope = outer.pop()
             else:
-                assert self.scope.parent is not None  # only the outermost's is the module
-                self.scope = self.scope.parent
-        source.fail("the text ends within an entry: a `}` is missing")
+                return
+        source.fail("the text ends within this entry: a `}` is missing", self.begun)
 
     def _instruction(self, match: re.Match[str]) -> None:
         source = self.source
@@ -254,12 +255,11 @@ class _Function:
         written = match["operands"].strip()
         operands: tuple[Operand, ...] = ()
         if opcode in ("bra", "bra.uni"):
-            operands = (Symbol(written),)
-            self.branches.append((len(self.instructions), self.scope))
+            self.branches.append((len(self.instructions), self.scope, written))
         elif opcode.startswith("brx"):
             index, _, targets = written.partition(",")
-            operands = (*self.operands.all(index, self.scope), Symbol(targets.strip()))
-            self.branches.append((len(self.instructions), self.scope))
+            operands = self.operands.all(index, self.scope)
+            self.branches.append((len(self.instructions), self.scope, targets.strip()))
         elif opcode.startswith("call"):
             source.unmodelled("calls of functions")
         elif written:
@@ -337,14 +337,13 @@ class _Function:
         return found
 
     def _resolve_branches(self, target_lists: dict[str, tuple[str, ...]]) -> None:
-        for at, scope in self.branches:
+        for at, scope, target in self.branches:
             instruction = self.instructions[at]
-            *others, target = instruction.operands
-            assert isinstance(target, Symbol)  # as `_instruction` made it
-            label = self._label(scope, target.name, instruction.line)
+            label = self._label(scope, target, instruction.line)
             if (label in target_lists) != instruction.opcode.startswith("brx"):
                 self.source.fail("bra takes a label, brx.idx a list of them", instruction.line)
-            self.instructions[at] = replace(instruction, operands=(*others, Symbol(label)))
+            operands = (*instruction.operands, Symbol(label))
+            self.instructions[at] = replace(instruction, operands=operands)
 
 
 def pragma(source: Source) -> None:

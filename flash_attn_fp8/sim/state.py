@@ -162,6 +162,7 @@ class Cta:
     may_allocate_tensor: bool = True
     counters: Counter[str] = field(default_factory=Counter)
     tensor_waiters: TensorWaiters = field(default_factory=lambda: TensorWaiters())
+    warpgroups: dict[int, object] = field(default_factory=dict)  # what `wgmma` keeps of each
 
     @property
     def name(self) -> str:

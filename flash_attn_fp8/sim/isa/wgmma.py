@@ -166,12 +166,14 @@ def _accumulators(w: Warp, form: WgmmaForm, rows: tuple[int, ...]) -> np.ndarray
     if flying is not None:
         _check_poison(w, rows)
         w.registers[registers] = flying.words
-    elif rows in own.retired and not own.fenced:
-        if not np.array_equal(w.registers[registers], own.retired[rows]):
-            raise Race(
-                f"{w.name}: accumulators were written since wgmma.wait_group, and no wgmma.fence "
-                f"followed"
-            )
+    elif (
+        rows in own.retired
+        and not own.fenced
+        and not np.array_equal(w.registers[registers], own.retired[rows])
+    ):
+        raise Race(
+            f"{w.name}: accumulators were written since wgmma.wait_group, and no wgmma.fence followed"
+        )
     return read_accumulator(w, registers, form.n, form.d)
 
 
@@ -345,8 +347,8 @@ def _early_use(ctx: Context, instruction: Instruction) -> str | None:
             continue
         if found := accumulators & _registers(later.operands):
             return (
-                f"{min(found)} is an accumulator of a wgmma in flight (line {instruction.line}), and "
-                f"line {later.line} uses it before any wgmma.wait_group: {later.text.strip()}"
+                f"{min(found)} is an accumulator of the wgmma of line {instruction.line}, and line "
+                f"{later.line} uses it before any wgmma.wait_group: {later.text.strip()}"
             )
     return None
 

@@ -15,6 +15,7 @@ accumulation is another matter: see `multiply_aligned`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -388,7 +389,7 @@ def _multiply_aligned(a, b, c, fraction_bits):  # type: ignore[no-untyped-def]
             if largest == 0.0 or not np.isfinite(total):
                 out[i, j] = total  # zero, infinity or NaN
                 continue
-            exponent = np.frexp(largest)[1] - 1
+            exponent = math.frexp(largest)[1] - 1
             unit = 2.0 ** (exponent - fraction_bits)
             total = np.trunc(c[i, j] / unit)
             for k in range(a.shape[1]):

@@ -212,7 +212,8 @@ class Warp:
         self.actor = self.cluster.actors.number(
             ("warp", self.cta.rank, self.index), f"{self.name}"
         )
-        self.clocks.observe(self.actor, 1)
+        # Not of `async_`: what a warp writes first needs a proxy fence as well.
+        self.clocks.generic[self.actor] = 1
 
     @property
     def cluster(self) -> Cluster:

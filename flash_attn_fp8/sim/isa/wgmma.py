@@ -172,7 +172,7 @@ def _accumulators(w: Warp, form: WgmmaForm, rows: tuple[int, ...]) -> np.ndarray
         and not np.array_equal(w.registers[registers], own.retired[rows])
     ):
         raise Race(
-            f"{w.name}: accumulators were written since wgmma.wait_group, and no wgmma.fence followed"
+            f"{w.name}: accumulators were written since wgmma.wait_group without a wgmma.fence"
         )
     return read_accumulator(w, registers, form.n, form.d)
 

@@ -53,7 +53,7 @@ def cluster(
                     existing=ALL_LANES,
                     local=np.zeros((32, 0), np.uint8),
                     launch_registers=0,
-                )  # fmt: skip
+                )
             )
     return made
 

@@ -161,7 +161,7 @@ def test_load_of_own_store_needs_the_wait():
     w, f = cta.warps[0], fragment("32x32b", 4, False)
     store(w, [0, 1, 2, 3], 0, f)
     store(w, [0, 1, 2, 3], 0, f)  # stores of one warp are in order
-    with pytest.raises(Race, match="written by a tcgen05.st of warp 0"):
+    with pytest.raises(Race, match=r"written by a tcgen05\.st of warp 0"):
         load(w, [0, 1, 2, 3], 0, f)
     wait_stores(w)
     load(w, [0, 1, 2, 3], 0, f)
@@ -188,7 +188,7 @@ def test_stored_a_needs_the_wait_before_the_arrival(waits):
         mma(cta.warps[1], MmaForm("f8f6f4", 1, True), operands)
         assert not cta.tensor.data[:, :16].any()
     else:
-        with pytest.raises(Race, match="a tcgen05.st of warp 0"):
+        with pytest.raises(Race, match=r"a tcgen05\.st of warp 0"):
             mma(cta.warps[1], MmaForm("f8f6f4", 1, True), operands)
 
 

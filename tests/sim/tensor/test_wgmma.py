@@ -239,7 +239,7 @@ def test_accumulators_written_after_the_wait_need_a_fence():
     first, second = cta.warps[:2]
     issue(first)  # untouched
     second.registers[1, 1] = 5
-    with pytest.raises(Race, match=r"no wgmma\.fence followed"):
+    with pytest.raises(Race, match=r"without a wgmma\.fence"):
         issue(second)
     fence(second)
     issue(second)

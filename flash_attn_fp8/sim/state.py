@@ -166,6 +166,7 @@ class Cta:
     may_allocate_tensor: bool = True
     counters: Counter[str] = field(default_factory=Counter)
     tensor_waiters: TensorWaiters = field(default_factory=lambda: TensorWaiters())
+    warpgroups: dict[int, object] = field(default_factory=dict)  # what `wgmma` keeps of each
 
     @property
     def name(self) -> str:
@@ -217,7 +218,8 @@ class Warp:
         self.actor = self.cluster.actors.number(
             ("warp", self.cta.rank, self.index), f"{self.name}"
         )
-        self.clocks.observe(self.actor, 1)
+        # Not of `async_`: what a warp writes first needs a proxy fence as well.
+        self.clocks.generic[self.actor] = 1
 
     @property
     def cluster(self) -> Cluster:

@@ -398,13 +398,15 @@ def _between_floats(
         ctx.fail("rounding to an integer in another type")
     else:
         known = {**ROUNDINGS, "rna": RNA} if result == "tf32" else dict(ROUNDINGS)
-        narrowing = _PRECISION[result] < _PRECISION[source] or (result, source) == ("bf16", "f16")
-        if not narrowing and set(names).intersection(("relu", "satfinite", *ROUNDINGS)):
-            exact = (result, source) == ("f16", "bf16")
-            if not exact:
-                ctx.fail("a modifier of narrowing conversions")
-            narrowing = True
-        mode |= _rounding(ctx, names, known, narrowing)
+        narrowing = _PRECISION[result] < _PRECISION[source]
+        narrowing = narrowing or (result, source) == ("f16", "bf16")
+        # From bf16 a rounding is allowed where it has no effect; to bf16 from f16 it may be absent.
+        taken = () if source == "bf16" else tuple(ROUNDINGS)
+        if not narrowing and set(names).intersection(("relu", "satfinite", *taken)):
+            ctx.fail("a modifier of narrowing conversions")
+        mode |= _rounding(ctx, names, known, narrowing and result != "bf16")
+        if result == "f16":
+            mode &= ~FTZ  # an H200 does not flush a subnormal f32 here, which .rp shows
         if "rna" in names and result != "tf32":
             ctx.fail(".rna is for tf32")
     ctx.emit(f"_float.{result}.{source}", destination, [given], mode)

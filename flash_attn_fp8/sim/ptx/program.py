@@ -1,14 +1,15 @@
 """PTX as data: what a text says, each line once, with no meaning attached.
 
 `parse.py` makes a `Program` of a module's text; `decode.py` gives its instructions meaning. Names
-are PTX's own. Registers and labels declared inside braces get names of their own, so that here a
-name means one thing.
+are PTX's own, types and directives without their dot. Registers, labels and variables declared
+inside braces get names of their own, so that here a name means one thing: `P1` of the third pair
+of braces becomes `P1$3`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Literal
 
 Space = Literal["reg", "param", "global", "const", "local", "shared"]
 
@@ -29,7 +30,10 @@ class Special:
 
 @dataclass(frozen=True)
 class Immediate:
-    """A literal. Of an integer, its value; of `0f3F800000` and `0d...`, the bits."""
+    """A literal. Of an integer, its value as written; of `0f3F800000` and `0d...`, the bits.
+
+    A decimal float is f64, as in PTX, until an instruction's type says otherwise.
+    """
 
     value: int
     kind: Literal["int", "f32", "f64"] = "int"
@@ -50,7 +54,7 @@ class Address:
     `coordinates` are those of `[%rd1, {%r1, %r2}]`, as tensor copies take them.
     """
 
-    base: Union[Register, Symbol, None]
+    base: Register | Symbol | None
     offset: int = 0
     coordinates: tuple[Operand, ...] | None = None
 
@@ -82,9 +86,7 @@ class Sink:
     """`_`: a result that nobody wants."""
 
 
-Operand = Union[
-    Register, Special, Immediate, Symbol, Address, Vector, Pair, Negated, Sink
-]
+Operand = Register | Special | Immediate | Symbol | Address | Vector | Pair | Negated | Sink
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,10 @@ class Guard:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction. `opcode` is all of `fma.rn.f32`; `line` counts from 1; `text` is the line."""
+    """One instruction. `opcode` is all of `fma.rn.f32`; `line`, from 1, is where it begins.
+
+    `text` is its source, names as written there, spaced as on one line.
+    """
 
     line: int
     text: str
@@ -113,7 +118,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of some space. `size` in bytes, 0 for `extern .shared` arrays of unknown length."""
+    """A variable of some space. `size` in bytes, 0 for `extern .shared` arrays of unknown length.
+
+    `initial` is `size` bytes, or None without an initialiser: zeros in the global and const spaces.
+    """
 
     name: str
     space: Space
@@ -134,7 +142,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel. `labels` maps a label to the index of the instruction that it precedes."""
+    """A kernel. `labels` maps a label to the index of the instruction that it precedes.
+
+    `labels` of the very end have the index len(instructions). `registers` maps a name to its type,
+    `b32`. `directives` are those of the header, as written: `{"reqntid": (512, 1, 1)}`.
+    `branch_targets` maps the label of a `.branchtargets` list, that of `brx.idx`, to its labels.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -143,11 +156,12 @@ class Entry:
     labels: dict[str, int]
     variables: tuple[Variable, ...]
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    branch_targets: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A PTX module: `.version`, `.target` ("sm_100a"), its entries, and variables of module scope."""
+    """A PTX module: `.version`, `.target` ("sm_100a"), its entries, variables of module scope."""
 
     version: str
     target: str

@@ -1,0 +1,158 @@
+"""Mbarriers, named barriers and cluster barriers: counts, phases, and the order that they hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from flash_attn_fp8.sim.errors import BarrierMisuse
+from flash_attn_fp8.sim.order import Clocks
+
+if TYPE_CHECKING:
+    from flash_attn_fp8.sim.state import Warp
+
+_MAX_TX = (1 << 20) - 1  # PTX: the valid range of a transaction count
+
+
+class HasWaiters(Protocol):
+    """What wakes the warps that it lists."""
+
+    waiters: list[Warp]
+
+
+@dataclass
+class Wait:
+    """Why lanes of a warp cannot go on: `ready()` tells whether they can now."""
+
+    on: HasWaiters
+    ready: Callable[[], bool]
+    describe: Callable[[], str]
+    can_time_out: bool = False  # `try_wait` may return false instead
+
+
+@dataclass
+class Mbarrier:
+    """One mbarrier: `phase` counts the completed ones.
+
+    `pending` arrivals and `tx` bytes are of the current phase. `observed` keeps, for the last two
+    phases, the clocks of everything that arrived.
+    """
+
+    name: str
+    count: int
+    actor: int
+    pending: int = 0
+    tx: int = 0
+    phase: int = 0
+    arriving: Clocks = field(default_factory=Clocks.zero)
+    completed: Clocks = field(default_factory=Clocks.zero)
+    arrived_by: list[str] = field(default_factory=list)
+    waiters: list[Warp] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pending = self.count
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of that parity is over, as `try_wait.parity` asks."""
+        return (self.phase & 1) != parity
+
+    def arrive(self, count: int, clocks: Clocks | None, who: str) -> None:
+        """`count` arrivals, handing on what `clocks` have observed."""
+        if count > self.pending:
+            raise BarrierMisuse(
+                f"{self.name} (phase {self.phase}) expects {self.count} arrivals, and {who} makes "
+                f"{count} where {self.pending} are pending; arrived: {', '.join(self.arrived_by)}"
+            )
+        if clocks is not None:
+            self.arriving.join(clocks)
+        self.arrived_by.append(who)
+        self.pending -= count
+        self._complete()
+
+    def expect_tx(self, nbytes: int, who: str) -> None:
+        self.tx += nbytes
+        self._check_tx(who)
+
+    def stamp(self) -> int:
+        """The epoch of an operation that starts now and completes on this barrier."""
+        return self.phase + 1
+
+    def complete_tx(self, nbytes: int, epoch: int, who: str) -> None:
+        """An operation that started at `epoch` (`stamp`) is complete."""
+        self.tx -= nbytes
+        self._check_tx(who)
+        self.arriving.observe(self.actor, epoch)
+        self._complete()
+
+    def _check_tx(self, who: str) -> None:
+        if abs(self.tx) > _MAX_TX:
+            raise BarrierMisuse(f"{self.name}: {who} takes the pending bytes to {self.tx}")
+
+    def _complete(self) -> None:
+        if self.pending or self.tx:
+            return
+        self.phase += 1
+        self.pending = self.count
+        self.arriving, self.completed = self.completed, self.arriving
+        self.arriving.clear()
+        self.arriving.join(self.completed)  # later phases come after earlier ones
+        self.arrived_by.clear()
+        for warp in self.waiters:
+            warp.wake()
+        self.waiters.clear()
+
+    def missing(self) -> str:
+        """What the current phase lacks, for reports."""
+        lacks = []
+        if self.pending:
+            lacks.append(f"{self.pending} of {self.count} arrivals")
+        if self.tx:
+            lacks.append(f"{self.tx} bytes")
+        by = f"; so far {', '.join(self.arrived_by)}" if self.arrived_by else "; none so far"
+        return f"{self.name} phase {self.phase} lacks {' and '.join(lacks) or 'nothing'}{by}"
+
+
+@dataclass
+class NamedBarrier:
+    """`barrier` of a CTA, or of a cluster: warps arrive, and some of them wait.
+
+    `threads` is the expected number in the current round; `rounds` the completed ones.
+    """
+
+    name: str
+    threads: int = 0
+    arrived: int = 0
+    rounds: int = 0
+    arriving: Clocks = field(default_factory=Clocks.zero)
+    completed: Clocks = field(default_factory=Clocks.zero)
+    arrived_by: list[str] = field(default_factory=list)
+    waiters: list[Warp] = field(default_factory=list)
+
+    def arrive(self, threads: int, expected: int, clocks: Clocks, who: str) -> None:
+        if self.arrived and self.threads != expected:
+            raise BarrierMisuse(
+                f"{self.name}: {who} expects {expected} threads, those before {self.threads}"
+            )
+        self.threads = expected
+        self.arrived += threads
+        if self.arrived > expected:
+            raise BarrierMisuse(
+                f"{self.name}: {self.arrived} threads arrived at a barrier of {expected}: "
+                f"{', '.join([*self.arrived_by, who])}"
+            )
+        self.arriving.join(clocks)
+        self.arrived_by.append(who)
+        if self.arrived == expected:
+            self.rounds += 1
+            self.arrived = 0
+            self.arriving, self.completed = self.completed, self.arriving
+            self.arriving.clear()
+            self.arrived_by.clear()
+            for warp in self.waiters:
+                warp.wake()
+            self.waiters.clear()
+
+    def missing(self) -> str:
+        by = ", ".join(self.arrived_by) or "nobody"
+        return f"{self.name} has {self.arrived} of {self.threads} threads; so far {by}"

@@ -1,0 +1,293 @@
+"""Mbarriers, CTA barriers and cluster barriers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
+from flash_attn_fp8.sim.errors import BarrierMisuse
+from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, missing_lanes
+from flash_attn_fp8.sim.isa.table import Handler, warp
+from flash_attn_fp8.sim.memory import OFFSET_MASK
+from flash_attn_fp8.sim.order import Clocks
+from flash_attn_fp8.sim.ptx.program import Instruction, Operand, Sink
+from flash_attn_fp8.sim.state import ALL_LANES, WARP_SIZE, Converge, Warp
+
+if TYPE_CHECKING:
+    from flash_attn_fp8.sim.decode import Context
+
+_MAX_COUNT = (1 << 20) - 1
+_NOTHING_OBSERVED = Clocks.zero()
+_SHARED = frozenset(["shared", "shared::cta", "shared::cluster"])
+_SEMANTICS = frozenset(["release", "acquire", "relaxed", "cta", "cluster", "b64"])
+
+
+def _only(ctx: Context, known: frozenset[str]) -> frozenset[str]:
+    unknown = [part for part in ctx.suffixes if part not in known]
+    if unknown:
+        ctx.fail(f"modifier .{unknown[0]}")
+    return frozenset(ctx.suffixes)
+
+
+def _by_address(addresses: np.ndarray) -> list[tuple[int, int]]:
+    """(address, how many lanes have it), in the order of addresses."""
+    values, counts = np.unique(addresses & 0xFFFFFFFF, return_counts=True)
+    return list(zip(values.tolist(), counts.tolist(), strict=True))
+
+
+# --------------------------------------------------------------------------------- mbarriers
+
+
+@warp("mbarrier.init")
+def init(ctx: Context, instruction: Instruction) -> Handler:
+    """`mbarrier.init{.shared{::cta}}.b64 [a], count`."""
+    _only(ctx, _SHARED | {"b64"})
+    target, count = AddressOperand(ctx, instruction.operands[0]), ValueOperand(ctx, instruction.operands[1], "u32")
+
+    def handler(w: Warp, mask: int) -> None:
+        for address, _ in _by_address(target.of(w, w.lanes(mask))):
+            expected, offset = count.one(w, mask), address & OFFSET_MASK
+            if not 1 <= expected <= _MAX_COUNT:
+                raise BarrierMisuse(f"mbarrier.init with count {expected}, not 1 to {_MAX_COUNT}")
+            if address % 8:
+                raise BarrierMisuse(f"mbarrier.init at {address:#x}, not a multiple of 8")
+            cta = w.cluster.cta_of(address)
+            if offset in cta.mbarriers:
+                raise BarrierMisuse(f"{cta.mbarriers[offset].name} is initialised twice")
+            cta.init_mbarrier(offset, expected)
+
+    return handler
+
+
+@warp("mbarrier.inval")
+def invalidate(ctx: Context, instruction: Instruction) -> Handler:
+    """`mbarrier.inval{.shared{::cta}}.b64 [a]`."""
+    _only(ctx, _SHARED | {"b64"})
+    target = AddressOperand(ctx, instruction.operands[0])
+
+    def handler(w: Warp, mask: int) -> None:
+        for address, _ in _by_address(target.of(w, w.lanes(mask))):
+            barrier = w.cluster.mbarrier(address)
+            if barrier.waiters:
+                raise BarrierMisuse(f"{barrier.name} is invalidated while warps wait for it")
+            del w.cluster.cta_of(address).mbarriers[address & OFFSET_MASK]
+
+    return handler
+
+
+@warp("mbarrier.arrive", "mbarrier.arrive_drop")
+def arrive(ctx: Context, instruction: Instruction) -> Handler:
+    """`mbarrier.arrive{_drop}{.expect_tx}{.sem.scope}{.space}.b64 {state,} [a]{, count}`.
+
+    The state is the phase's number. Every executing lane arrives.
+    """
+    parts = _only(ctx, _SHARED | _SEMANTICS | {"expect_tx"})
+    drops = instruction.parts[1] == "arrive_drop"
+    operands = list(instruction.operands)
+    state = None
+    if not _is_address(operands[0]):
+        into = operands.pop(0)
+        state = None if isinstance(into, Sink) else ctx.destination(into, "b64")
+    target = AddressOperand(ctx, operands[0])
+    value = ValueOperand(ctx, operands[1], "u32") if len(operands) > 1 else None
+    expects = "expect_tx" in parts
+    if expects and value is None:
+        ctx.fail("expect_tx without a count")
+
+    def handler(w: Warp, mask: int) -> None:
+        lanes = w.lanes(mask)
+        given = value.of(w, lanes) if value is not None else np.ones(lanes.size, np.uint64)
+        clocks = _NOTHING_OBSERVED if "relaxed" in parts else w.release()
+        addresses = target.of(w, lanes) & 0xFFFFFFFF
+        for address, arrivals in _by_address(addresses):
+            barrier = w.cluster.mbarrier(address)
+            amount = int(given[addresses == address].sum())
+            if state is not None:
+                w.registers[state, lanes[addresses == address]] = barrier.phase
+            if expects:
+                barrier.expect_tx(amount, w.name)
+            if drops:
+                barrier.count -= arrivals
+            barrier.arrive(arrivals if expects else amount, clocks, w.name)
+
+    return handler
+
+
+@warp("mbarrier.expect_tx")
+def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
+    """`mbarrier.expect_tx{.relaxed.scope}{.space}.b64 [a], bytes`."""
+    _only(ctx, _SHARED | _SEMANTICS)
+    target, nbytes = AddressOperand(ctx, instruction.operands[0]), ValueOperand(ctx, instruction.operands[1], "u32")
+
+    def handler(w: Warp, mask: int) -> None:
+        for address, times in _by_address(target.of(w, w.lanes(mask))):
+            w.cluster.mbarrier(address).expect_tx(times * nbytes.one(w, mask), w.name)
+
+    return handler
+
+
+@warp("mbarrier.complete_tx")
+def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
+    """`mbarrier.complete_tx{.relaxed.scope}{.space}.b64 [a], bytes`: with no copy behind it."""
+    _only(ctx, _SHARED | _SEMANTICS)
+    target, nbytes = AddressOperand(ctx, instruction.operands[0]), ValueOperand(ctx, instruction.operands[1], "u32")
+
+    def handler(w: Warp, mask: int) -> None:
+        for address, times in _by_address(target.of(w, w.lanes(mask))):
+            barrier = w.cluster.mbarrier(address)
+            barrier.complete_tx(times * nbytes.one(w, mask), barrier.stamp(), w.name)
+
+    return handler
+
+
+@warp("mbarrier.try_wait", "mbarrier.test_wait")
+def wait(ctx: Context, instruction: Instruction) -> Handler:
+    """`mbarrier.{try,test}_wait{.parity}{.sem.scope}{.space}.b64 p, [a], state{, time}`.
+
+    `try_wait` suspends until the phase is over; it returns false only where nothing else in the
+    cluster can go on. `test_wait` never suspends.
+    """
+    parts = _only(ctx, _SHARED | _SEMANTICS | {"parity"})
+    done = ctx.destination(instruction.operands[0], "pred")
+    target = AddressOperand(ctx, instruction.operands[1])
+    by_parity, suspends = "parity" in parts, instruction.parts[1] == "try_wait"
+    state = ValueOperand(ctx, instruction.operands[2], "b32" if by_parity else "b64")
+    acquires = "relaxed" not in parts
+
+    def handler(w: Warp, mask: int) -> Wait | None:
+        lanes = w.lanes(mask)
+        address = target.one(w, mask) & 0xFFFFFFFF
+        barrier, phase = w.cluster.mbarrier(address), state.one(w, mask)
+        if lanes.size > 1:
+            _same(target.of(w, lanes), "mbarrier addresses")
+            _same(state.of(w, lanes), "phases")
+        over = _over(barrier, phase, by_parity)
+        w.registers[done, lanes] = over
+        if over:
+            if acquires:
+                w.acquire(barrier.completed)
+            return None
+        if w.timed_out:
+            w.timed_out = False
+            return None
+        if not suspends:
+            return None
+        return Wait(
+            barrier,
+            ready=lambda: _over(barrier, phase, by_parity),
+            describe=lambda: f"for the end of phase {barrier.phase} of {barrier.missing()}",
+            can_time_out=True,
+        )
+
+    return handler
+
+
+def _over(barrier: Mbarrier, phase: int, by_parity: bool) -> bool:
+    return barrier.passed(phase & 1) if by_parity else barrier.phase != phase
+
+
+def _same(values: np.ndarray, what: str) -> None:
+    if (values != values[0]).any():
+        raise BarrierMisuse(f"lanes of one wait have different {what}: not modelled")
+
+
+@warp("mbarrier.pending_count")
+def pending_count(ctx: Context, instruction: Instruction) -> Handler:
+    """Needs a state that holds counts, which this simulator's does not."""
+    ctx.fail("mbarrier.pending_count")
+
+
+def _is_address(operand: Operand) -> bool:
+    return type(operand).__name__ == "Address"
+
+
+# ---------------------------------------------------------------------------- CTA and cluster
+
+
+@warp("barrier.sync", "barrier.arrive", "barrier.cta.sync", "barrier.cta.arrive", "bar.sync", "bar.arrive", "bar.cta.sync", "bar.cta.arrive")
+def cta_barrier(ctx: Context, instruction: Instruction) -> Handler:
+    """`barrier{.cta}.{sync,arrive}{.aligned} a{, b}`: b threads meet at barrier a of the CTA."""
+    _only(ctx, frozenset(["aligned"]))
+    number = ValueOperand(ctx, instruction.operands[0], "u32")
+    threads = ValueOperand(ctx, instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
+    waits = "sync" in instruction.parts
+
+    def handler(w: Warp, mask: int) -> Wait | Converge | None:
+        if away := missing_lanes(w, mask, ALL_LANES):
+            return away
+        if w.token is None:
+            at = number.one(w, mask)
+            if at > 15:
+                raise BarrierMisuse(f"barrier {at}: a CTA has 16")
+            expected = len(w.cta.warps) * WARP_SIZE if threads is None else threads.one(w, mask)
+            if expected % WARP_SIZE or not expected:
+                raise BarrierMisuse(f"barrier {at} of {expected} threads: not a multiple of 32")
+            barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
+            round_ = barrier.rounds
+            barrier.arrive(WARP_SIZE, expected, w.release(), w.name)
+            if not waits:
+                return None
+            w.token = (barrier, round_)
+        return _leave(w)
+
+    return handler
+
+
+def _leave(w: Warp) -> Wait | None:
+    """Leave the barrier that the warp has arrived at, or wait for it."""
+    barrier, round_ = w.token  # type: ignore[misc]
+    if barrier.rounds == round_:
+        return Wait(barrier, ready=lambda: barrier.rounds != round_, describe=barrier.missing)
+    w.acquire(barrier.completed)
+    w.token = None
+    return None
+
+
+@warp("barrier.red", "bar.red", "barrier.cta.red", "bar.cta.red")
+def cta_reduction(ctx: Context, instruction: Instruction) -> Handler:
+    """Barriers that reduce a predicate."""
+    ctx.fail("barrier.red")
+
+
+@warp("barrier.cluster.arrive")
+def cluster_arrive(ctx: Context, instruction: Instruction) -> Handler:
+    """`barrier.cluster.arrive{.release,.relaxed}{.aligned}`."""
+    parts = _only(ctx, frozenset(["release", "relaxed", "aligned"]))
+
+    def handler(w: Warp, mask: int) -> Converge | None:
+        if away := missing_lanes(w, mask, ALL_LANES):
+            return away
+        if w.cluster_round is not None:
+            raise BarrierMisuse("barrier.cluster.arrive twice without a wait between")
+        barrier = w.cluster.barrier
+        w.cluster_round = barrier.rounds
+        clocks = _NOTHING_OBSERVED if "relaxed" in parts else w.release()
+        barrier.arrive(WARP_SIZE, w.cluster.threads, clocks, w.name)
+        return None
+
+    return handler
+
+
+@warp("barrier.cluster.wait")
+def cluster_wait(ctx: Context, instruction: Instruction) -> Handler:
+    """`barrier.cluster.wait{.acquire}{.aligned}`."""
+    _only(ctx, frozenset(["acquire", "aligned"]))
+
+    def handler(w: Warp, mask: int) -> Wait | Converge | None:
+        if away := missing_lanes(w, mask, ALL_LANES):
+            return away
+        if w.cluster_round is None:
+            raise BarrierMisuse("barrier.cluster.wait without an arrive before it")
+        w.token = (w.cluster.barrier, w.cluster_round)
+        waiting = _leave(w)
+        if waiting is None:
+            w.cluster_round = None
+        else:
+            w.token = None
+        return waiting
+
+    return handler
+
+

@@ -1,0 +1,185 @@
+"""Truth tables of synchronisation: exactly the right waits are clean.
+
+Two warps share one 16-byte place of shared memory (at SLOT). Warp 0 runs the first column, warp 1
+the second; both may be in several pieces. Every case is run as written, where it must be clean, and
+once for each line marked `!`, with that line left out, where it must be a race (or, where the
+marked line is an arrival, a deadlock). Round robin alone must find it: the finding does not depend
+on the schedule.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flash_attn_fp8.sim.errors import Deadlock, Race, Uninitialised
+from flash_attn_fp8.sim.machine import Machine
+from flash_attn_fp8.sim.schedule import Adversarial, Random
+from tests.sim.programs import aligned, run
+
+# %r0: SLOT, %r1: a second place, %r10-%r12: mbarriers (count 1), %p1: the warp's first lane.
+_PROLOGUE = """
+    mov.u32 %r0, dynamic;
+    add.u32 %r1, %r0, 4096;
+    add.u32 %r10, %r0, 8192;
+    add.u32 %r11, %r0, 8200;
+    add.u32 %r12, %r0, 8208;
+    mov.u32 %r2, %tid.x;
+    and.b32 %r3, %r2, 31;
+    setp.eq.u32 %p1, %r3, 0;
+    ld.param.u64 %rd0, [a0];
+    setp.eq.u32 %p2, %r2, 0;
+    mov.u32 %r5, 7;
+    @!%p2 bra BEGIN;
+    mbarrier.init.shared.b64 [%r10], 1;
+    mbarrier.init.shared.b64 [%r11], 1;
+    mbarrier.init.shared.b64 [%r12], 1;
+    st.shared.v4.b32 [%r1], {%r5, %r5, %r5, %r5};
+    fence.proxy.async;
+BEGIN:
+    bar.sync 0;
+    setp.ge.u32 %p3, %r2, 32;
+    @%p3 bra SECOND;
+"""
+
+STORE = "@%p1 st.shared.v4.b32 [%r0], {%r5, %r5, %r5, %r5};"
+LOAD = "@%p1 ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [%r0];"
+FENCE = "fence.proxy.async.shared::cta;"
+COPY_IN = (
+    "@%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%r0], [%rd0], 16, [%r10];"
+)
+EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 16;"
+COPY_OUT = "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r0], 16;"
+COMMIT = "cp.async.bulk.commit_group;"
+AMPERE_COPY = "@%p1 cp.async.cg.shared.global [%r0], [%rd0], 16;"
+
+
+def arrive(barrier: int) -> str:
+    return f"@%p1 mbarrier.arrive.shared.b64 _, [%r{barrier}];"
+
+
+def wait(barrier: int, parity: int = 0) -> str:
+    label = f"W{barrier}_{parity}"
+    return (
+        f"{{ .reg .pred q; {label}: mbarrier.try_wait.parity.shared.b64 q, [%r{barrier}], {parity}; "
+        f"@!q bra {label}; }}"
+    )
+
+
+# name: (warp 0, warp 1); "!" marks what the case cannot do without.
+CASES: dict[str, tuple[list[str], list[str]]] = {
+    "store, barrier, load": ([STORE, "!bar.sync 1, 64;"], ["!bar.sync 1, 64;", LOAD]),
+    "store, arrive at a barrier, load": ([STORE, "bar.arrive 1, 64;"], ["!bar.sync 1, 64;", LOAD]),
+    "store, mbarrier, load": ([STORE, arrive(10)], ["!" + wait(10), LOAD]),
+    "load, mbarrier, store": (
+        [STORE, LOAD, arrive(10)],
+        ["!" + wait(10), STORE],
+    ),
+    "bulk copy in, load by another warp": ([EXPECT, COPY_IN], ["!" + wait(10), LOAD]),
+    "bulk copy in, load by the same warp": ([EXPECT, COPY_IN, "!" + wait(10), LOAD], []),
+    "load, mbarrier, bulk copy over it": (
+        ["!" + wait(11), EXPECT, COPY_IN],
+        [STORE, FENCE, LOAD, arrive(11)],
+    ),
+    "store, fence, bulk copy over it": ([STORE, "!" + FENCE, EXPECT, COPY_IN, wait(10)], []),
+    "store, fence, mbarrier, bulk copy out": (
+        [STORE, "!" + FENCE, arrive(10)],
+        ["!" + wait(10), COPY_OUT, COMMIT, "cp.async.bulk.wait_group 0;"],
+    ),
+    "store, mbarrier, fence at the reader, bulk copy out": (
+        [STORE, arrive(10)],
+        [wait(10), "!" + FENCE, COPY_OUT, COMMIT, "cp.async.bulk.wait_group 0;"],
+    ),
+    "bulk copy out, wait for its reads, store": (
+        [STORE, FENCE, COPY_OUT, COMMIT, "!cp.async.bulk.wait_group.read 0;", STORE],
+        [],
+    ),
+    "bulk copy in, mbarrier, bulk copy out needs no fence": (
+        [EXPECT, COPY_IN],
+        ["!" + wait(10), COPY_OUT, COMMIT, "cp.async.bulk.wait_group 0;"],
+    ),
+    "cp.async, wait, barrier, load": (
+        [AMPERE_COPY, "cp.async.commit_group;", "!cp.async.wait_group 0;", "bar.sync 1, 64;"],
+        ["bar.sync 1, 64;", LOAD],
+    ),
+    "order goes on through a third party": (
+        [STORE, arrive(10), "!" + wait(11), STORE],
+        [wait(10), LOAD, arrive(11)],
+    ),
+}
+
+
+def _text(warp0: list[str], warp1: list[str], without: int | None) -> str:
+    lines = [*warp0, None, *warp1]
+    kept = []
+    for i, line in enumerate(lines):
+        if line is None:
+            kept += ["    bra END;", "SECOND:"]
+        elif i != without:
+            kept.append("    " + line.removeprefix("!"))
+    return _PROLOGUE + "\n".join(kept) + "\nEND:\n"
+
+
+def _needed() -> list[tuple[str, int, str]]:
+    found = []
+    for name, (warp0, warp1) in CASES.items():
+        for i, line in enumerate([*warp0, "", *warp1]):
+            if line.startswith("!"):
+                found.append((name, i, re.sub(r"[^a-z_.]+", " ", line)[:40]))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_right_waits_are_clean(name: str) -> None:
+    """No finding under round robin, nor under schedules that delay what they can."""
+    source = aligned((64,), "u4")
+    run(_text(*CASES[name], None), source, warps=2)
+    for seed in range(4):
+        for schedule in (Random, Adversarial):
+            machine = Machine(schedule=lambda kind=schedule, s=seed: kind(s))
+            run(_text(*CASES[name], None), source, warps=2, machine=machine)
+
+
+@pytest.mark.parametrize(("name", "line", "left_out"), _needed())
+def test_without_a_wait_it_is_a_finding(name: str, line: int, left_out: str) -> None:
+    """Whatever the numbers come out as: the missing order is reported."""
+    source = aligned((64,), "u4")
+    with pytest.raises((Race, Uninitialised, Deadlock)):
+        run(_text(*CASES[name], line), source, warps=2)
+
+
+def test_relaxed_arrivals_hand_nothing_on() -> None:
+    relaxed = "@%p1 mbarrier.arrive.relaxed.cta.shared.b64 _, [%r10];"
+    with pytest.raises(Race):
+        run(_text([STORE, relaxed], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2)
+
+
+def test_a_flipped_phase_is_a_finding() -> None:
+    """Waiting for the phase before the first passes at once, and orders nothing."""
+    with pytest.raises((Race, Uninitialised)):
+        run(_text([EXPECT, COPY_IN], [wait(10, 1), LOAD], None), aligned((64,), "u4"), warps=2)
+
+
+@pytest.mark.parametrize("nbytes", [15, 17, 32])
+def test_expecting_other_bytes_than_arrive_is_a_deadlock_that_says_so(nbytes: int) -> None:
+    expect = EXPECT.replace("16;", f"{nbytes};")
+    with pytest.raises(Deadlock, match=rf"{nbytes - 16} bytes"):
+        run(_text([expect, COPY_IN], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2)
+
+
+def test_expecting_no_bytes_is_a_race() -> None:
+    """The phase ends without the copy, which may still be under way."""
+    machine = Machine(schedule=lambda: Adversarial(0))
+    with pytest.raises((Race, Uninitialised)):
+        expect = EXPECT.replace("16;", "0;")
+        run(_text([expect, COPY_IN], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2, machine=machine)
+
+
+def test_a_deadlock_names_waiter_barrier_and_what_is_missing() -> None:
+    with pytest.raises(Deadlock) as e:
+        run(_text([], [wait(12)], None), aligned((64,), "u4"), warps=2)
+    text = str(e.value)
+    assert "warp 1" in text and "mbarrier 0x2810" in text and "1 of 1 arrivals" in text
+    assert "mbarrier.try_wait" in text

@@ -125,8 +125,10 @@ def float_to_integer(value: float, mode: int) -> int:
     """Rounded, then clamped to the type; NaN is 0, or of 64 bits or from f64 the top bit alone."""
     kind = (mode >> SELECTOR_SHIFT) & 7
     if value != value:
-        from_f64 = (mode >> (SELECTOR_SHIFT + 3)) & 1
-        return 1 << ((8 << (kind & 3)) - 1) if from_f64 or kind & 3 == 3 else 0
+        if (mode >> (SELECTOR_SHIFT + 3)) & 1 == 0 and kind & 3 != 3:
+            return 0
+        top = 1 << ((8 << (kind & 3)) - 1)
+        return -top if kind & 4 else top
     rounded = integral(value, mode & ROUNDING_MASK)
     if kind == 3:
         if rounded >= 2.0**64:
@@ -399,12 +401,13 @@ def _between_floats(
     else:
         known = {**ROUNDINGS, "rna": RNA} if result == "tf32" else dict(ROUNDINGS)
         narrowing = _PRECISION[result] < _PRECISION[source]
-        narrowing = narrowing or (result, source) == ("f16", "bf16")
-        # From bf16 a rounding is allowed where it has no effect; to bf16 from f16 it may be absent.
+        # Between f16 and bf16 either may lose; there, and from bf16 where nothing is lost, a
+        # rounding may be given or not.
+        halves = {result, source} == {"f16", "bf16"}
         taken = () if source == "bf16" else tuple(ROUNDINGS)
-        if not narrowing and set(names).intersection(("relu", "satfinite", *taken)):
+        if not narrowing and not halves and set(names).intersection(("relu", "satfinite", *taken)):
             ctx.fail("a modifier of narrowing conversions")
-        mode |= _rounding(ctx, names, known, narrowing and result != "bf16")
+        mode |= _rounding(ctx, names, known, narrowing and not halves)
         if result == "f16":
             mode &= ~FTZ  # an H200 does not flush a subnormal f32 here, which .rp shows
         if "rna" in names and result != "tf32":

@@ -502,7 +502,8 @@ def szext_s32(a: int, length: int, mode: int) -> int:
 @lane("fns", "b32", "T u32 s32", result="u32")
 def fns(mask: int, base: int, offset: int) -> int:
     """The place of the offset-th set bit from `base` up (down where negative), 0: at or none."""
-    base &= 31
+    if base >= 32:
+        return 0xFFFFFFFF
     if offset == 0:
         return base if (mask >> base) & 1 else 0xFFFFFFFF
     step, left = (1 if offset > 0 else -1), (offset if offset > 0 else -offset)

@@ -213,7 +213,8 @@ class Warp:
         self.actor = self.cluster.actors.number(
             ("warp", self.cta.rank, self.index), f"{self.name}"
         )
-        self.clocks.observe(self.actor, 1)
+        # Of the generic proxy alone: a fence must come before the asynchronous one sees anything.
+        self.clocks.generic[self.actor] = 1
 
     @property
     def cluster(self) -> Cluster:

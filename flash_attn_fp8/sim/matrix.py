@@ -15,6 +15,7 @@ accumulation is another matter: see `multiply_aligned`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -24,6 +25,7 @@ from numba import njit
 
 from flash_attn_fp8.sim.errors import Misaligned, Unmodelled
 from flash_attn_fp8.sim.memory import SharedMemory
+from flash_attn_fp8.sim.numerics import to_float32
 from flash_attn_fp8.sim.order import Access
 
 K_BYTES = 32  # of every wgmma and tcgen05.mma
@@ -33,34 +35,18 @@ NAN_F16 = 0x7FFF
 # --------------------------------------------------------------------------------- formats
 
 
-def _small_float(exponent_bits: int, mantissa_bits: int, finite: bool) -> np.ndarray:
-    """float64[256]: the value of each code. `finite`: no infinities, all-ones is NaN (e4m3)."""
-    codes = np.arange(256)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    bias = (1 << (exponent_bits - 1)) - 1
-    significand = np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits))
-    value = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
-    top = exponent == (1 << exponent_bits) - 1
-    if finite:
-        value[top & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
-    else:
-        value[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
-    signed: np.ndarray = np.where(codes & 0x80, -value, value)
-    return signed
-
-
-_E4M3 = _small_float(4, 3, True)
-_E5M2 = _small_float(5, 2, False)
+_E4M3, _E5M2 = (
+    to_float32(np.arange(256, dtype=np.uint8), name).astype(np.float64) for name in ("e4m3", "e5m2")
+)
 
 
 def _bf16(raw: np.ndarray) -> np.ndarray:
-    return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return to_float32(raw.view("<u2"), "bf16").astype(np.float64)
 
 
 def _tf32(raw: np.ndarray) -> np.ndarray:
     """Tensor cores read the upper 19 bits of a word and ignore the rest."""
-    return (raw.view("<u4") & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    return to_float32(raw.view("<u4"), "tf32").astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -403,7 +389,7 @@ def _multiply_aligned(a, b, c, fraction_bits):  # type: ignore[no-untyped-def]
             if largest == 0.0 or not np.isfinite(total):
                 out[i, j] = total  # zero, infinity or NaN
                 continue
-            exponent = np.frexp(largest)[1] - 1
+            exponent = math.frexp(largest)[1] - 1
             unit = 2.0 ** (exponent - fraction_bits)
             total = np.trunc(c[i, j] / unit)
             for k in range(a.shape[1]):

@@ -32,7 +32,8 @@ SHARED_RESERVED = 1024  # bytes that the system keeps at the start of shared mem
 SHARED_WINDOW = 1 << 56
 PARAM_WINDOW = 2 << 56
 LOCAL_WINDOW = 3 << 56
-WINDOW_MASK = 0xFF << 56
+WINDOW_MASK = 0x7F << 56  # fits int64
+WINDOW_OFFSET = (1 << 56) - 1
 
 GRANULE = 4  # bytes that share one entry of a shadow
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
+from flash_attn_fp8.sim.decode import COUNTS
+from flash_attn_fp8.sim.engine import EXITED
 from flash_attn_fp8.sim.errors import BarrierMisuse, OutOfBounds
 from flash_attn_fp8.sim.memory import (
     OFFSET_MASK,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 WARP_SIZE = 32
 ALL_LANES = 0xFFFFFFFF
+_BIT = 1 << np.arange(WARP_SIZE, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class Cta:
     may_allocate_tensor: bool = True
     counters: Counter[str] = field(default_factory=Counter)
     tensor_waiters: TensorWaiters = field(default_factory=lambda: TensorWaiters())
+    warpgroups: dict[int, object] = field(default_factory=dict)  # what `wgmma` keeps of each
 
     @property
     def name(self) -> str:
@@ -205,6 +209,7 @@ class Warp:
     exited: bool = False
     runnable: bool = True
     pc: int = 0
+    instructions_left: int = 0
     counted: int = 0
     sequence: Counter[str] = field(default_factory=Counter)  # groups and operations of its own
     groups: dict[tuple[str, int], BulkGroups | CopyGroups] = field(default_factory=dict)
@@ -213,7 +218,7 @@ class Warp:
         self.actor = self.cluster.actors.number(
             ("warp", self.cta.rank, self.index), f"{self.name}"
         )
-        # Of the generic proxy alone: a fence must come before the asynchronous one sees anything.
+        # Not of `async_`: what a warp writes first needs a proxy fence as well.
         self.clocks.generic[self.actor] = 1
 
     @property
@@ -233,8 +238,12 @@ class Warp:
     @property
     def live(self) -> int:
         """Lanes that have not exited."""
-        lanes = np.flatnonzero(self.pcs >= 0)
-        return int((1 << lanes).sum()) & self.existing
+        return int(_BIT[self.pcs != EXITED].sum())
+
+    def step_past(self, mask: int) -> None:
+        """The lanes are done with the micro-operation that they stand at."""
+        self.counts[self.pc] += self.code.micro[self.pc, COUNTS]
+        self.pcs[self.lanes(mask)] += 1
 
     def wake(self) -> None:
         self.runnable = True

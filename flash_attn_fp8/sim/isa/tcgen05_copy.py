@@ -107,7 +107,8 @@ def _pick(rectangle: np.ndarray, f: Fragment) -> np.ndarray:
         picked: np.ndarray = rectangle[f.lane, f.column]
         return picked
     low: np.ndarray = rectangle[f.lane, 2 * f.column] & 0xFFFF
-    return low | rectangle[f.lane, 2 * f.column + 1] << np.uint32(16)
+    low |= rectangle[f.lane, 2 * f.column + 1] << np.uint32(16)
+    return low
 
 
 def store(warp: Warp, rows: list[int], address: int, f: Fragment, split: int | None = None) -> None:

@@ -44,11 +44,16 @@ def cluster(
         for index in range(warps):
             cta.warps.append(
                 Warp(
-                    index=index, cta=cta, code=None,  # type: ignore[arg-type]
-                    registers=np.zeros((rows, 32), np.uint64), counts=np.zeros(0, np.int64),
-                    pcs=np.zeros(32, np.int64), existing=ALL_LANES,
-                    local=np.zeros((32, 0), np.uint8), launch_registers=0,
-                )  # fmt: skip
+                    index=index,
+                    cta=cta,
+                    code=None,  # type: ignore[arg-type]
+                    registers=np.zeros((rows, 32), np.uint64),
+                    counts=np.zeros(0, np.int64),
+                    pcs=np.zeros(32, np.int64),
+                    existing=ALL_LANES,
+                    local=np.zeros((32, 0), np.uint8),
+                    launch_registers=0,
+                )
             )
     return made
 

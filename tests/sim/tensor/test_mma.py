@@ -98,7 +98,7 @@ def test_product_is_the_sum_over_k(
     """Both majors, all swizzles, any strides; A from both memories; D where the manual puts it."""
     (a, b), (ctas, m, n) = types, shape
     kind = KINDS[a]
-    if kind == "i8" and (n > 32 and n % 16 or ctas == 2 and n % 32):
+    if kind == "i8" and ((n > 32 and n % 16) or (ctas == 2 and n % 32)):
         n = 32
     d = "s32" if kind == "i8" else "f32"
     mn_a = mn_a and not a_in_lanes

@@ -6,8 +6,8 @@ buffer for all: `wait_group` therefore waits until all four have committed as ma
 observes the reads of all four.
 
 Until a `wait_group` the accumulators in registers are `POISON`, and the sums lie beside them; so
-a kernel that reads them early computes NaN, and one that writes them is reported. Where an
-instruction that uses them stands right behind, before any wait or branch, it is reported too.
+a kernel that reads them early computes NaN, and one that writes them is reported. Where the text
+goes on to an instruction that uses them, without a wait in between, that is reported too.
 """
 
 from __future__ import annotations
@@ -332,14 +332,13 @@ def bind_mma_async(ctx: Context, instruction: Instruction) -> Handler:
 
 
 def _early_use(ctx: Context, instruction: Instruction) -> str | None:
-    """An instruction that uses the accumulators before any wait, branch or label."""
+    """An instruction that uses the accumulators before any wait, where no branch is taken."""
     entry = ctx.entry
     accumulators = _registers(instruction.operands[:1])
-    labels = set(entry.labels.values())
     here = next(i for i, one in enumerate(entry.instructions) if one is instruction)
     for index in range(here + 1, len(entry.instructions)):
         later = entry.instructions[index]
-        if index in labels or later.parts[0] in ("bra", "brx", "ret", "exit"):
+        if later.parts[0] in ("bra", "brx", "ret", "exit") and later.guard is None:
             return None
         if later.parts[0] == "wgmma":
             if later.parts[1] == "wait_group":

@@ -23,7 +23,7 @@ def ballot(registers, row):
     """The lanes whose predicate is true."""
     found = 0
     for lane in range(32):
-        found |= np.int64(registers[row, lane] & np.uint64(1)) << lane
+        found |= np.int64(registers[row + np.uint64(lane)] & np.uint64(1)) << lane
     return found
 
 
@@ -32,21 +32,16 @@ def unpack(registers, low, high, source, width, active):
     """Two parts of `width` bits of a register."""
     mask = np.uint64((1 << width) - 1)
     by = np.uint64(width)
-    if active == FULL:
-        for lane in range(32):
-            word = registers[source, lane]
-            registers[low, lane] = word & mask
-            registers[high, lane] = (word >> by) & mask
-    else:
-        for lane in range(32):
-            if (active >> lane) & 1:
-                word = registers[source, lane]
-                registers[low, lane] = word & mask
-                registers[high, lane] = (word >> by) & mask
+    for lane in range(32):
+        if (active >> lane) & 1:
+            at = np.uint64(lane)
+            word = registers[source + at]
+            registers[low + at] = word & mask
+            registers[high + at] = (word >> by) & mask
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def run(micro, registers, pcs, held, advance, counts, limit):
+def run(micro, rows, pcs, held, advance, counts, limit):
     """See `engine.run`."""
     if advance:
         counted = False
@@ -57,6 +52,7 @@ def run(micro, registers, pcs, held, advance, counts, limit):
                     counts[at] += micro[at, COUNTS]
                     counted = True
                 pcs[lane] = at + 1
+    registers = rows.reshape(-1)
     executed = 0
     while True:
         pc = EXITED
@@ -85,7 +81,7 @@ def run(micro, registers, pcs, held, advance, counts, limit):
             active = mask
             guard = micro[pc, GUARD]
             if guard >= 0:
-                true = ballot(registers, guard >> 1)
+                true = ballot(registers, np.uint64((guard >> 1) * 32))
                 active = mask & (~true if guard & 1 else true)
             op = micro[pc, OP]
             if op == TRAP and active:
@@ -99,14 +95,17 @@ def run(micro, registers, pcs, held, advance, counts, limit):
             executed += micro[pc, COUNTS]
             if active == 0:
                 pc += 1
-            elif op >= FIRST_LANE_OPERATION:
-                if active != FULL or not execute_warp(op, micro[pc], registers):
-                    execute(op, micro[pc], registers, active)
-                pc += 1
-            elif op == UNPACK:
-                unpack(
-                    registers, micro[pc, DST], micro[pc, B], micro[pc, A], micro[pc, MODE], active
-                )
+            elif op >= UNPACK:
+                mode = np.int64(micro[pc, MODE])
+                dst = np.uint64(micro[pc, DST] * 32)
+                ra = np.uint64(micro[pc, A] * 32)
+                rb = np.uint64(micro[pc, B] * 32)
+                rc = np.uint64(micro[pc, C] * 32)
+                rd = np.uint64(micro[pc, D] * 32)
+                if op == UNPACK:
+                    unpack(registers, dst, rb, ra, mode, active)
+                elif active != FULL or not execute_warp(registers, op, mode, dst, ra, rb, rc):
+                    execute(registers, op, mode, dst, ra, rb, rc, rd, active)
                 pc += 1
             elif op == BRANCH:
                 target = np.int64(micro[pc, TARGET])

@@ -24,6 +24,17 @@ from flash_attn_fp8.sim.errors import (
     SimulationError,
     TensorMemoryMisuse,
 )
+from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register their instructions)
+    barrier,
+    bulk,
+    control,
+    cp_async,
+    memory,
+    mma,
+    tcgen05,
+    tma,
+    wgmma,
+)
 from flash_attn_fp8.sim.launch import Launch
 from flash_attn_fp8.sim.layout import Layout, special
 from flash_attn_fp8.sim.memory import (
@@ -120,7 +131,7 @@ class Machine:
         run = Run()
         for origin in _cluster_origins(launch):
             cluster = self._cluster(kernel, launch, origin, memory)
-            _Runner(cluster, self.instruction_limit, self.trace).run()
+            _Runner(cluster, self.trace).run()
             _account(cluster, run)
         return run
 
@@ -144,7 +155,10 @@ class Machine:
         for rank in range(math.prod(shape)):
             at = (rank % shape[0], rank // shape[0] % shape[1], rank // (shape[0] * shape[1]))
             index = tuple(o + a for o, a in zip(origin, at, strict=True))
-            cluster.ctas.append(_cta(kernel, launch, cluster, rank, index))  # type: ignore[arg-type]
+            cta = _cta(kernel, launch, cluster, rank, index)  # type: ignore[arg-type]
+            for warp in cta.warps:
+                warp.instructions_left = self.instruction_limit
+            cluster.ctas.append(cta)
         return cluster
 
 
@@ -192,7 +206,7 @@ def _cta(
     for w in range(-(-threads // WARP_SIZE)):
         lanes = min(WARP_SIZE, threads - w * WARP_SIZE)
         cta.warps.append(_warp(kernel, cta, w, (1 << lanes) - 1))
-    for warp in cta.warps:  # %nwarpid counts them
+    for warp in cta.warps:  # after all exist: %nwarpid counts them
         warp.registers = kernel.code.registers(_resolver(kernel.layout, cta, warp.index))
     return cta
 
@@ -222,7 +236,7 @@ def _warp(kernel: _Kernel, cta: Cta, index: int, existing: int) -> Warp:
         code=kernel.code,
         registers=np.empty((0, WARP_SIZE), np.uint64),
         counts=np.zeros(len(kernel.code.micro), np.int64),
-        pcs=np.zeros(WARP_SIZE, np.int64),
+        pcs=engine.new_pcs(existing.bit_length()),
         existing=existing,
         local=np.zeros((WARP_SIZE, kernel.layout.local_bytes), np.uint8),
         launch_registers=cta.launch.launch_registers,
@@ -239,15 +253,6 @@ def _account(cluster: Cluster, run: Run) -> None:
             run.warp_instructions += int(executed.sum())
 
 
-def _account(cluster: Cluster, run: Run) -> None:
-    for cta in cluster.ctas:
-        run.traffic.update(cta.counters)
-        for warp in cta.warps:
-            for pc in np.flatnonzero(warp.counts):
-                run.instructions[int(warp.code.line[pc]), warp.index] += int(warp.counts[pc])
-            run.warp_instructions += int(warp.counts.sum())
-
-
 def _where(warp: Warp, pc: int) -> str:
     instruction = warp.code.instruction(pc)
     if instruction is None:
@@ -258,11 +263,10 @@ def _where(warp: Warp, pc: int) -> str:
 class _Runner:
     """Runs one cluster to its end."""
 
-    def __init__(self, cluster: Cluster, instruction_limit: int, trace: Trace | None) -> None:
+    def __init__(self, cluster: Cluster, trace: Trace | None) -> None:
         self.cluster = cluster
         self.warps = [warp for cta in cluster.ctas for warp in cta.warps]
         self.schedule = cluster.pending.schedule
-        self.limit = instruction_limit
         self.trace = trace
         self.progress = 0  # visible operations that changed something
 
@@ -286,38 +290,44 @@ class _Runner:
         self._check_end()
 
     def _run_warp(self, warp: Warp) -> None:
-        code = warp.code
+        micro = warp.code.micro
         self._recheck_waits(warp)
+        advance = 0
         while True:
-            status, pc, mask = engine.run(warp, self.limit)
-            if status == engine.TRAP:
-                mask = warp.join_converging(pc, mask)
+            stop = engine.run(
+                micro, warp.registers, warp.pcs, warp.held, advance, warp.counts, warp.instructions_left
+            )
+            advance = 0
+            warp.instructions_left -= stop.executed
+            if stop.status == engine.TRAPPED:
+                pc, mask = stop.pc, warp.join_converging(stop.pc, stop.mask)
                 warp.pc = pc
                 try:
                     result = self._handle(warp, pc, mask)
                 except SimulationError as e:
                     raise self._located(e, warp, pc) from e
                 if result is None:
-                    engine.advance(warp, mask)
+                    advance = mask
                     self.progress += 1
                     pending = self.cluster.pending
                     pending.deliver(pending.now + 1)
                     if self.schedule.switches():
+                        warp.step_past(mask)
                         return
                 elif isinstance(result, Converge):
                     warp.hold_converging(pc, mask, result.required)
                 else:
                     warp.hold_waiting(mask, result)
-            elif status == engine.EXITED:
+            elif stop.status == engine.DONE:
                 warp.exited = True
                 self.progress += 1
                 return
-            elif status == engine.HELD:
+            elif stop.status == engine.HELD:
                 if not warp.release_converged():
                     warp.runnable = False
                     return
             else:
-                raise InstructionLimit(f"{warp.name} of {warp.cta.name} executed {self.limit}")
+                raise InstructionLimit(f"{warp.name} of {warp.cta.name} reached the limit")
 
     def _handle(self, warp: Warp, pc: int, mask: int) -> Wait | Converge | None:
         handler = warp.code.handlers[pc]

@@ -32,7 +32,8 @@ SHARED_RESERVED = 1024  # bytes that the system keeps at the start of shared mem
 SHARED_WINDOW = 1 << 56
 PARAM_WINDOW = 2 << 56
 LOCAL_WINDOW = 3 << 56
-WINDOW_MASK = 0xFF << 56
+WINDOW_MASK = 0x7F << 56  # fits int64
+WINDOW_OFFSET = (1 << 56) - 1
 
 GRANULE = 4  # bytes that share one entry of a shadow
 
@@ -129,8 +130,13 @@ class SharedMemory:
 
     def __init__(self, name: str, size: int, checks: Checks, actors: Actors) -> None:
         self.name = name
-        self.data = np.zeros(size, np.uint8)
-        self._written = np.zeros(size if checks.uninitialised else 0, np.uint8)
+        padded = -(-size // 8) * 8
+        data = np.zeros(padded, np.uint8)
+        self.data = data[:size]
+        self._written = np.zeros(padded if checks.uninitialised else 0, np.uint8)
+        # The same bytes in words of 8: wide accesses go by these, several times faster.
+        self._data_words = data.view(np.uint64)
+        self._written_words = self._written.view(np.uint64)
         self.shadow = Shadow(-(-size // GRANULE)) if checks.races else None
         self._actors = actors
 
@@ -138,7 +144,13 @@ class SharedMemory:
         """(n, unit) bytes at n offsets, for an operation of that order."""
         self._check_bounds(offsets, unit, "read")
         out = np.empty((offsets.size, unit), np.uint8)
-        bad = _gather(self.data, self._written, offsets, unit, out)
+        if unit % 8 == 0:
+            words = out.view(np.uint64)
+            bad = _gather_words(self._data_words, self._written_words, offsets, words)
+            if bad >= 0:  # a word that is not all written: where, by bytes
+                bad = _gather(self.data, self._written, offsets, unit, out)
+        else:
+            bad = _gather(self.data, self._written, offsets, unit, out)
         if bad >= 0:
             raise Uninitialised(
                 f"{self.name}+{bad:#x} is read by {self._actors.names[access.actor]}, and nothing "
@@ -152,7 +164,11 @@ class SharedMemory:
         """Store (n, unit) bytes at n offsets; of equal offsets the last wins."""
         unit = values.shape[1]
         self._check_bounds(offsets, unit, "written")
-        _scatter(self.data, self._written, offsets, unit, values)
+        if unit % 8 == 0:
+            words = np.ascontiguousarray(values).view(np.uint64)
+            _scatter_words(self._data_words, self._written_words, offsets, words)
+        else:
+            _scatter(self.data, self._written, offsets, unit, values)
         if self.shadow is not None:
             places = offsets // GRANULE
             self.order(self.shadow.write(places, _granules(unit), access), access, "written")
@@ -213,6 +229,34 @@ def _scatter(data, written, offsets, unit, values):  # type: ignore[no-untyped-d
             data[at + j] = values[i, j]
             if check:
                 written[at + j] = 1
+
+
+_ALL_WRITTEN = np.uint64(0x0101010101010101)
+
+
+@njit(cache=True, nogil=True)
+def _gather_words(data, written, offsets, out):  # type: ignore[no-untyped-def]
+    """`_gather` of (n, unit / 8) words; offsets are multiples of 8."""
+    bad = -1
+    check = written.size > 0
+    for i in range(offsets.size):
+        at = offsets[i] >> 3
+        for j in range(out.shape[1]):
+            out[i, j] = data[at + j]
+            if check and written[at + j] != _ALL_WRITTEN:
+                bad = at + j
+    return bad
+
+
+@njit(cache=True, nogil=True)
+def _scatter_words(data, written, offsets, values):  # type: ignore[no-untyped-def]
+    check = written.size > 0
+    for i in range(offsets.size):
+        at = offsets[i] >> 3
+        for j in range(values.shape[1]):
+            data[at + j] = values[i, j]
+            if check:
+                written[at + j] = _ALL_WRITTEN
 
 
 class TensorMemory:

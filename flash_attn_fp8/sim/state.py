@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
+from flash_attn_fp8.sim.decode import COUNTS
+from flash_attn_fp8.sim.engine import EXITED
 from flash_attn_fp8.sim.errors import BarrierMisuse, OutOfBounds
 from flash_attn_fp8.sim.memory import (
     OFFSET_MASK,
@@ -24,11 +26,13 @@ from flash_attn_fp8.sim.order import Access, Actors, Clocks
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Code
+    from flash_attn_fp8.sim.groups import BulkGroups, CopyGroups
     from flash_attn_fp8.sim.launch import Launch
     from flash_attn_fp8.sim.schedule import Schedule
 
 WARP_SIZE = 32
 ALL_LANES = 0xFFFFFFFF
+_BIT = 1 << np.arange(WARP_SIZE, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,10 @@ class Warp:
     exited: bool = False
     runnable: bool = True
     pc: int = 0
+    instructions_left: int = 0
     counted: int = 0
     sequence: Counter[str] = field(default_factory=Counter)  # groups and operations of its own
+    groups: dict[tuple[str, int], BulkGroups | CopyGroups] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.actor = self.cluster.actors.number(
@@ -232,8 +238,12 @@ class Warp:
     @property
     def live(self) -> int:
         """Lanes that have not exited."""
-        lanes = np.flatnonzero(self.pcs >= 0)
-        return int((1 << lanes).sum()) & self.existing
+        return int(_BIT[self.pcs != EXITED].sum())
+
+    def step_past(self, mask: int) -> None:
+        """The lanes are done with the micro-operation that they stand at."""
+        self.counts[self.pc] += self.code.micro[self.pc, COUNTS]
+        self.pcs[self.lanes(mask)] += 1
 
     def wake(self) -> None:
         self.runnable = True

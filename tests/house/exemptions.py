@@ -21,3 +21,9 @@ WIDE_MODULES = {
     "flash_attn_fp8/kvcache.py": PUBLIC,
     "tests/data.py": "one keyword for each axis and format of a random case, all with defaults",
 }
+
+# Modules that change variables which are not ours, and may name them.
+FOREIGN_ENVIRONMENT = {
+    "flash_attn_fp8/sim/cute/patching.py": "sim.device sets CuTe DSL's and FA4's variables, and "
+    "puts them back",
+}

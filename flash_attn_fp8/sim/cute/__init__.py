@@ -37,7 +37,9 @@ What is patched, and why
 
 All of it is undone on exit, in reverse order, also after an error.
 
-Limits: one device, one thread, not re-entrant. `torch.Generator(device="cuda")` does not work
-(it is no function of tensors); events have no times; CUDA graphs, managed memory and
+Limits: one device, one thread, not re-entrant. A function mode is a thread's own, so autograd's
+backward pass does not see the device: call backward functions directly. `torch.Generator` is no
+function of tensors: `device="cuda"` fails there. Operators registered for CUDA alone are not found
+by the dispatcher, which sees CPU tensors. Events have no times; CUDA graphs, managed memory and
 `cuTensorMapEncodeTiled` are not there.
 """

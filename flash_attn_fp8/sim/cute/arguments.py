@@ -27,6 +27,8 @@ _SHORT = {
     torch.bool: "bool",
 }
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every torch tensor in a possibly nested argument, with its path."""
@@ -76,11 +78,8 @@ def replace_tensors(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-def describe(name: str, tensor: torch.Tensor) -> str:
+def describe(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> str:
     """`q e4m3[1, 256, 1, 128]`."""
-    dtype, base = tensor.dtype, tensor._base
-    if dtype is torch.uint8 and base is not None and base.dtype.itemsize == 1:
-        dtype = base.dtype  # how fp8 is passed, since not every DLPack consumer has its types
     kind = _SHORT.get(dtype, str(dtype).removeprefix("torch."))
     return f"{name} {kind}{list(tensor.shape)}"
 
@@ -115,11 +114,16 @@ class Memory:
         tensors += [("tensor", t) for ref in self._seen.values() if (t := ref()) is not None]
         found: dict[int, Buffer] = {}
         with torch._C.DisableTorchFunction():
+            # fp8 is passed as bytes, since not every DLPack consumer has its types.
+            fp8 = {t.data_ptr(): t.dtype for _, t in tensors if t.dtype in _FP8}
             for name, tensor in tensors:
                 if tensor.layout is not torch.strided or tensor.is_meta:
                     continue
                 storage = tensor.untyped_storage()
                 address, nbytes = storage.data_ptr(), storage.nbytes()
                 if nbytes and address not in found:
-                    found[address] = Buffer(describe(name, tensor), address, nbytes)
+                    dtype = tensor.dtype
+                    if dtype is torch.uint8:
+                        dtype = fp8.get(tensor.data_ptr(), dtype)
+                    found[address] = Buffer(describe(name, tensor, dtype), address, nbytes)
         return tuple(found.values())

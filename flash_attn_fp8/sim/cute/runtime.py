@@ -10,6 +10,7 @@ error code returned in its place; whoever called the compiled function raises it
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -23,9 +24,12 @@ from . import cubin
 SUCCESS, LAUNCH_FAILED = 0, 719  # cudaSuccess, cudaErrorLaunchFailure
 
 # Attributes of a device and of a launch, by CUDA's numbers.
-_SHARED_PER_BLOCK, _WARP, _SM_COUNT, _MAJOR, _MINOR, _SHARED_OPTIN = 8, 10, 16, 75, 76, 97
+_THREADS_PER_BLOCK, _SHARED_PER_BLOCK, _WARP, _SM_COUNT = 1, 8, 10, 16
+_MAJOR, _MINOR, _SHARED_OPTIN = 75, 76, 97
 _COOPERATIVE, _CLUSTER, _PROGRAMMATIC = 2, 4, 6
 _KERNEL_SHARED_BYTES, _KERNEL_REGISTERS = 1, 4
+
+_MAX_THREADS, _MAX_CLUSTER = 1024, 16  # of a block, of a cluster (more than 8 where asked for)
 
 _STATIC_SHARED = re.compile(
     r"^\s*(?:\.visible\s+)?\.shared\s+(?:\.align\s+\d+\s+)?\.[bsuf](\d+)\s+[\w$]+\[(\d+)\]",
@@ -165,6 +169,7 @@ class Runtime:
         return kernel
 
     def library_load(self, out: int, data: int, *_: Any) -> None:
+        self._active()  # a real driver may be asked to unload what is loaded outside
         images = []
         for elf in cubin.cubins_at(data):
             image = self._images.get(cubin.digest(elf))
@@ -202,7 +207,7 @@ class Runtime:
     def device_attribute(self, out: int, attribute: int, _device: int) -> None:
         session = self._active()
         values = {
-            1: 1024,  # threads of a block
+            _THREADS_PER_BLOCK: _MAX_THREADS,
             _SHARED_PER_BLOCK: 48 * 1024,
             _WARP: 32,
             _SM_COUNT: session.sm_count,
@@ -278,16 +283,20 @@ class Runtime:
                 f"{kernel.name} was compiled for {kernel.image.arch}, and the device is "
                 f"{session.arch}; compile it inside this `sim.device`"
             )
+        cluster_value = attributes.pop(_CLUSTER, None)
+        cluster = (1, 1, 1)
+        if cluster_value is not None:
+            cluster = _triple((_u32 * 3).from_buffer_copy(cluster_value))
+        refuse_impossible(kernel.name, grid, block, cluster, dynamic_smem, session.shared_optin)
         sizes = param_sizes(kernel.image.ptx, kernel.name)
         pointers = (_pointer * len(sizes)).from_address(arguments) if sizes else ()
-        cluster = attributes.pop(_CLUSTER, None)
         session.launched(
             CapturedLaunch(
                 ptx=kernel.image.ptx,
                 entry=kernel.name,
                 grid=grid,
                 block=block,
-                cluster=_triple((_u32 * 3).from_buffer_copy(cluster)) if cluster else (1, 1, 1),
+                cluster=cluster,
                 dynamic_smem=dynamic_smem,
                 params=tuple(
                     ctypes.string_at(p or 0, n) for p, n in zip(pointers, sizes, strict=True)
@@ -299,6 +308,33 @@ class Runtime:
                 programmatic_serialization=any(attributes.pop(_PROGRAMMATIC, b"")[:4]),
                 attributes=tuple(sorted(attributes.items())),
             )
+        )
+
+
+def refuse_impossible(
+    kernel: str,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    cluster: tuple[int, int, int],
+    dynamic_smem: int,
+    shared_optin: int,
+) -> None:
+    """Raises for a launch that a CUDA driver would refuse."""
+    faults = []
+    if 0 in grid or 0 in block or 0 in cluster:
+        faults.append("a dimension is 0")
+    elif any(g % c for g, c in zip(grid, cluster, strict=True)):
+        faults.append("the grid is no multiple of the cluster")
+    if (threads := math.prod(block)) > _MAX_THREADS:
+        faults.append(f"{threads} threads a block, at most {_MAX_THREADS}")
+    if (ctas := math.prod(cluster)) > _MAX_CLUSTER:
+        faults.append(f"{ctas} CTAs a cluster, at most {_MAX_CLUSTER}")
+    if dynamic_smem > shared_optin:
+        faults.append(f"{dynamic_smem} bytes of dynamic shared memory, at most {shared_optin}")
+    if faults:
+        raise StandInError(
+            f"launch of {kernel} with grid {grid}, block {block}, cluster {cluster} refused: "
+            f"{'; '.join(faults)}"
         )
 
 

@@ -91,7 +91,7 @@ class CudaTensors(TorchFunctionMode):
     ) -> Any:
         """Answers questions about the device; runs everything else on the CPU."""
         kwargs = dict(kwargs or {})
-        if active_fake_mode() is not None:
+        if func is torch.device or active_fake_mode() is not None:
             return func(*args, **kwargs)  # tensors without memory may be CUDA's without our help
         answer = _ANSWERS.get(func)
         if answer is not None and _pretends(args[0]):

@@ -1,6 +1,6 @@
 """What a handler receives for a source of each type, and how its result becomes bits again.
 
-`load_T(word, mode)` and `store_T(value, mode)` for each type T. Integers are what they say; f16,
+`load_T(word)` and `store_T(value)` for each type T; floats' take the mode bits as well. Integers are what they say; f16,
 bf16 and f32 come as float64, exactly. Handlers of these types return a float64 that is either the
 exact result or has been rounded to odd, so that the one rounding to T in `store_T` is right in every
 direction (float64 has at least two bits more than needed: Boldo and Melquiond, "Emulation of FMA
@@ -20,72 +20,72 @@ _MIN_NORMAL_F16 = 2.0**-14
 
 
 @device
-def load_pred(word: int, mode: int) -> int:
+def load_pred(word: int) -> int:
     return signed(word) & 1
 
 
 @device
-def load_u8(word: int, mode: int) -> int:
+def load_u8(word: int) -> int:
     return signed(word) & 0xFF
 
 
 @device
-def load_s8(word: int, mode: int) -> int:
+def load_s8(word: int) -> int:
     return ((signed(word) & 0xFF) ^ 0x80) - 0x80
 
 
 @device
-def load_u16(word: int, mode: int) -> int:
+def load_u16(word: int) -> int:
     return signed(word) & 0xFFFF
 
 
 @device
-def load_s16(word: int, mode: int) -> int:
+def load_s16(word: int) -> int:
     return ((signed(word) & 0xFFFF) ^ 0x8000) - 0x8000
 
 
 @device
-def load_u32(word: int, mode: int) -> int:
+def load_u32(word: int) -> int:
     return signed(word) & 0xFFFFFFFF
 
 
 @device
-def load_s32(word: int, mode: int) -> int:
+def load_s32(word: int) -> int:
     return ((signed(word) & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 @device
-def load_s64(word: int, mode: int) -> int:
+def load_s64(word: int) -> int:
     return signed(word)
 
 
 @device
-def load_u64(word: int, mode: int) -> int:
+def load_u64(word: int) -> int:
     return unsigned(word)
 
 
 @device
-def store_pred(value: int, mode: int) -> int:
+def store_pred(value: int) -> int:
     return unsigned(1 if value else 0)
 
 
 @device
-def store_u8(value: int, mode: int) -> int:
+def store_u8(value: int) -> int:
     return unsigned(signed(value) & 0xFF)
 
 
 @device
-def store_u16(value: int, mode: int) -> int:
+def store_u16(value: int) -> int:
     return unsigned(signed(value) & 0xFFFF)
 
 
 @device
-def store_u32(value: int, mode: int) -> int:
+def store_u32(value: int) -> int:
     return unsigned(signed(value) & 0xFFFFFFFF)
 
 
 @device
-def store_u64(value: int, mode: int) -> int:
+def store_u64(value: int) -> int:
     return unsigned(value)
 
 
@@ -106,12 +106,12 @@ def load_f16(word: int, mode: int) -> float:
 
 
 @device
-def load_bf16(word: int, mode: int) -> float:
+def load_bf16(word: int) -> float:
     return numerics.decode_bf16(signed(word))
 
 
 @device
-def load_f64(word: int, mode: int) -> float:
+def load_f64(word: int) -> float:
     return f64_of(word)
 
 
@@ -200,6 +200,10 @@ def join_words(low: int, high: int) -> int:
     return unsigned(signed(low) | (signed(high) << 32))
 
 
+# The functions that take the mode bits.
+WITH_MODE = frozenset(
+    "load_f32 load_f16 store_f32 store_f16 store_bf16 store_tf32 store_f64".split()
+)
 # Bits that have no sign: the unsigned type of the width. Storing a signed value drops the sign.
 LOADS = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}
 STORES = {**LOADS, "s8": "u8", "s16": "u16", "s32": "u32", "s64": "u64"}

@@ -175,14 +175,14 @@ def pair_f16(upper: float, lower: float, mode: int) -> int:
     return (high << 16) | numerics.encode_f16(_relu(lower, mode), rounding, satfinite)
 
 
-@lane("_pair", "bf16x2", "f32 f32", result="b32", takes_mode=True, hot=True)
+@lane("_pair", "bf16x2", "f32 f32", result="b32", takes_mode=True, hot="bf16x2")
 def pair_bf16(upper: float, lower: float, mode: int) -> int:
     rounding, satfinite = mode & ROUNDING_MASK, mode & SATFINITE != 0
     high = numerics.encode_bf16(_relu(upper, mode), rounding, satfinite)
     return (high << 16) | numerics.encode_bf16(_relu(lower, mode), rounding, satfinite)
 
 
-@lane("_pair", "e4m3x2", "f32 f32", result="b16", takes_mode=True, hot=True)
+@lane("_pair", "e4m3x2", "f32 f32", result="b16", takes_mode=True, hot="e4m3x2")
 def pair_e4m3(upper: float, lower: float, mode: int) -> int:
     high = numerics.encode_e4m3(_relu(upper, mode), RN)
     return (high << 8) | numerics.encode_e4m3(_relu(lower, mode), RN)

@@ -312,7 +312,7 @@ def log2(x: float) -> float:
 _APPROX = ("approx",)
 
 
-@lane("ex2", "f32", "T", modifiers=modifiers("approx ftz"), requires=_APPROX, hot=True)
+@lane("ex2", "f32", "T", modifiers=modifiers("approx ftz"), requires=_APPROX, hot="f32")
 @lane("ex2", "f16 f16x2", "T", modifiers=modifiers("approx"), requires=_APPROX)
 @lane("ex2", "bf16 bf16x2", "T", modifiers={"approx": 0, "ftz": 0}, requires=("approx", "ftz"))
 def ex2(a: float) -> float:
@@ -363,7 +363,7 @@ _MINMAX_F16 = modifiers("ftz16 NaN xorsign abs")
 _MINMAX_BF16 = modifiers("NaN xorsign abs")
 
 
-@lane("min", "f32", "T T", modifiers=_MINMAX_F32, takes_mode=True, hot=True)
+@lane("min", "f32", "T T", modifiers=_MINMAX_F32, takes_mode=True)
 @lane("min", "f16 f16x2", "T T", modifiers=_MINMAX_F16, takes_mode=True)
 @lane("min", "bf16 bf16x2", "T T", modifiers=_MINMAX_BF16, takes_mode=True)
 @lane("min", "f64", "T T", takes_mode=True)
@@ -373,7 +373,7 @@ def min_(a: float, b: float, mode: int) -> float:
     return _lesser(a, b, mode)
 
 
-@lane("max", "f32", "T T", modifiers=_MINMAX_F32, takes_mode=True, hot=True)
+@lane("max", "f32", "T T", modifiers=_MINMAX_F32, takes_mode=True, hot="f32")
 @lane("max", "f16 f16x2", "T T", modifiers=_MINMAX_F16, takes_mode=True)
 @lane("max", "bf16 bf16x2", "T T", modifiers=_MINMAX_BF16, takes_mode=True)
 @lane("max", "f64", "T T", takes_mode=True)
@@ -388,7 +388,7 @@ def min3(a: float, b: float, c: float, mode: int) -> float:
     return _lesser(_lesser(a, b, mode), c, mode)
 
 
-@lane("_max3", "f32", "T T T", modifiers=modifiers("ftz NaN abs"), takes_mode=True, hot=True)
+@lane("_max3", "f32", "T T T", modifiers=modifiers("ftz NaN abs"), takes_mode=True, hot="f32")
 def max3(a: float, b: float, c: float, mode: int) -> float:
     return -_lesser(_lesser(-a, -b, mode), -c, mode)
 

@@ -20,12 +20,12 @@ _BITS = "b64 b16=b64 b32=b64 pred=b64"
 _S32_MAX, _S32_MIN = 0x7FFF_FFFF, -0x8000_0000
 
 
-@lane("add", f"{_ANY_SIGN} s16x2 u16x2=s16x2", "T T", hot=True)
+@lane("add", f"{_ANY_SIGN} s16x2 u16x2=s16x2", "T T", hot="s32")
 def add(a: int, b: int) -> int:
     return a + b
 
 
-@lane("sub", f"{_ANY_SIGN} s16x2 u16x2=s16x2", "T T", hot=True)
+@lane("sub", f"{_ANY_SIGN} s16x2 u16x2=s16x2", "T T", hot="s32")
 def sub(a: int, b: int) -> int:
     return a - b
 
@@ -40,7 +40,7 @@ def sub_sat(a: int, b: int) -> int:
     return max(_S32_MIN, min(a - b, _S32_MAX))
 
 
-@lane("mul.lo", _ANY_SIGN, "T T", hot=True)
+@lane("mul.lo", _ANY_SIGN, "T T", hot="s32")
 def mul_lo(a: int, b: int) -> int:
     return a * b
 
@@ -84,7 +84,7 @@ def mul_hi_s64(a: int, b: int) -> int:
     return high - (b if a < 0 else 0) - (a if b < 0 else 0)
 
 
-@lane("mad.lo", _ANY_SIGN, "T T T", hot=True)
+@lane("mad.lo", _ANY_SIGN, "T T T", hot="s32")
 def mad_lo(a: int, b: int, c: int) -> int:
     return a * b + c
 
@@ -212,14 +212,14 @@ def neg(a: int) -> int:
 
 
 @lane("min", "s16 s64 s16x2", "T T", modifiers=modifiers("relu"), takes_mode=True)
-@lane("min", "s32", "T T", modifiers=modifiers("relu"), takes_mode=True, hot=True)
+@lane("min", "s32", "T T", modifiers=modifiers("relu"), takes_mode=True, hot="s32")
 def min_signed(a: int, b: int, mode: int) -> int:
     least = a if a < b else b
     return 0 if mode & RELU and least < 0 else least
 
 
 @lane("max", "s16 s64 s16x2", "T T", modifiers=modifiers("relu"), takes_mode=True)
-@lane("max", "s32", "T T", modifiers=modifiers("relu"), takes_mode=True, hot=True)
+@lane("max", "s32", "T T", modifiers=modifiers("relu"), takes_mode=True, hot="s32")
 def max_signed(a: int, b: int, mode: int) -> int:
     most = a if a > b else b
     return 0 if mode & RELU and most < 0 else most
@@ -238,17 +238,17 @@ def max_unsigned(a: int, b: int) -> int:
 # ----------------------------------------------------------------------------------- logic
 
 
-@lane("and", _BITS, "T T", hot=True)
+@lane("and", _BITS, "T T", hot="b64")
 def and_(a: int, b: int) -> int:
     return a & b
 
 
-@lane("or", _BITS, "T T", hot=True)
+@lane("or", _BITS, "T T", hot="b64")
 def or_(a: int, b: int) -> int:
     return a | b
 
 
-@lane("xor", _BITS, "T T", hot=True)
+@lane("xor", _BITS, "T T", hot="b64")
 def xor(a: int, b: int) -> int:
     return a ^ b
 
@@ -258,7 +258,7 @@ def not_(a: int) -> int:
     return ~signed(a)
 
 
-@lane("not", "pred", "T", hot=True)
+@lane("not", "pred", "T", hot="pred")
 def not_pred(a: int) -> int:
     return a ^ 1
 
@@ -295,7 +295,7 @@ def shl_16(a: int, by: int) -> int:
     return _shifted_left(a, by, 16)
 
 
-@lane("shl", "b32", "T u32", hot=True)
+@lane("shl", "b32", "T u32", hot="b32")
 def shl_32(a: int, by: int) -> int:
     return _shifted_left(a, by, 32)
 
@@ -305,12 +305,12 @@ def shl_64(a: int, by: int) -> int:
     return _shifted_left(signed(a), by, 64)
 
 
-@lane("shr", "s16 s32 s64", "T u32", hot=True)
+@lane("shr", "s16 s32 s64", "T u32")
 def shr_signed(a: int, by: int) -> int:
     return a >> min(by, 63)
 
 
-@lane("shr", "u16 u32 b16=u16 b32=u32", "T u32", hot=True)
+@lane("shr", "u16 u32 b16=u16 b32=u32", "T u32", hot="u32")
 def shr_unsigned(a: int, by: int) -> int:
     return a >> by if by < 32 else 0
 
@@ -655,6 +655,6 @@ def slct_s32(a: int, b: int, c: int) -> int:
 _SELECTABLE = " ".join(f"{kind}=b64" for kind in "b16 s16 u16 b32 s32 u32 s64 u64".split())
 
 
-@lane("selp", f"b64 {_SELECTABLE} f32=b64 f64=b64", "T T pred", hot=True)
+@lane("selp", f"b64 {_SELECTABLE} f32=b64 f64=b64", "T T pred", hot="b64")
 def selp(a: int, b: int, p: int) -> int:
     return a if p else b

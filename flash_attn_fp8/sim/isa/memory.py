@@ -22,6 +22,7 @@ from flash_attn_fp8.sim.memory import (
     RANK_SHIFT,
     SHARED_WINDOW,
     WINDOW_MASK,
+    WINDOW_OFFSET,
 )
 from flash_attn_fp8.sim.order import Clocks
 from flash_attn_fp8.sim.ptx.program import Instruction, Operand, Sink
@@ -121,8 +122,8 @@ def _read_one(w: Warp, space: str, addresses: np.ndarray, unit: int, lanes: np.n
             out[part] = cta.shared.read(addresses[part] & OFFSET_MASK, unit, w.access())
         return out
     if space == "param":
-        return _from_array(w.cta.params[None], addresses & ~WINDOW_MASK, unit, lanes * 0, space)
-    return _from_array(w.local, addresses & ~WINDOW_MASK, unit, lanes, space)
+        return _from_array(w.cta.params[None], addresses & WINDOW_OFFSET, unit, lanes * 0, space)
+    return _from_array(w.local, addresses & WINDOW_OFFSET, unit, lanes, space)
 
 
 def _write_one(
@@ -138,7 +139,7 @@ def _write_one(
             cta = w.cluster.cta_of(rank << RANK_SHIFT)
             cta.shared.write(addresses[part] & OFFSET_MASK, values[part], w.access())
     elif space == "local":
-        at = addresses & ~WINDOW_MASK
+        at = addresses & WINDOW_OFFSET
         _check_array(w.local, at, unit, space)
         w.local[lanes[:, None], at[:, None] + np.arange(unit)] = values
     else:
@@ -401,7 +402,7 @@ def convert_address(ctx: Context, instruction: Instruction) -> Handler:
         address = w.registers[source, lanes]
         if to and ((address & np.uint64(WINDOW_MASK)) != window).any():
             raise OutOfBounds(f"{int(address[0]):#x} is no generic address of {space} memory")
-        moved = address & ~np.uint64(WINDOW_MASK) if to else address | np.uint64(window)
+        moved = address & np.uint64(WINDOW_OFFSET) if to else address | np.uint64(window)
         w.registers[into, lanes] = moved
 
     return handler

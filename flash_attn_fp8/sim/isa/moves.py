@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------- mov
 
 
-@lane("_mov", "b64", "T", hot=True)
+@lane("_mov", "b64", "T", hot="b64")
 def move(a: int) -> int:
     return a
 
@@ -35,7 +35,7 @@ def move_pred(a: int) -> int:
     return a
 
 
-@lane("_join", "b64", "b64 b64", takes_mode=True, hot=True)
+@lane("_join", "b64", "b64 b64", takes_mode=True, hot="b64")
 def join(low: int, high: int, mode: int) -> int:
     """Two parts side by side; the mode holds the width of one."""
     return signed(low) | (signed(high) << (mode >> SELECTOR_SHIFT))
@@ -132,7 +132,7 @@ def _compared(less: bool, equal: bool, comparison: int) -> bool:
     return not less
 
 
-@lane("_compare", "u32 s32", "T T", result="pred", takes_mode=True, hot=True)
+@lane("_compare", "u32 s32", "T T", result="pred", takes_mode=True, hot="u32 s32")
 @lane("_compare", "s16 s64 u64", "T T", result="pred", takes_mode=True)
 def compare_integers(a: int, b: int, mode: int) -> bool:
     return _compared(a < b, a == b, mode >> SELECTOR_SHIFT)

@@ -164,7 +164,7 @@ def lane(
     modifiers: Mapping[str, int] = MappingProxyType({}),
     requires: tuple[str, ...] = (),
     takes_mode: bool = False,
-    hot: bool = False,
+    hot: str = "",
     fast: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a handler for `stem` at each of `types`.
@@ -172,7 +172,8 @@ def lane(
     `types` is like "f32 f64"; "f32,bf16" is a pair of types, and "u32=s32" says that for u32 the
     operation of s32 does ("f32=fma.f32": that of another stem). `sources` and `result` name types, with T, U and 2T as in
     `_resolve`. `requires` lists groups of modifiers ("rn rz"), of each of which the opcode must
-    have one. A stem that begins with `_` is for macros alone.
+    have one; `hot` the types that get a loop over a full warp. A stem that begins with `_` is for
+    macros alone.
     """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +193,7 @@ def lane(
             if name in OPERATIONS:
                 raise ValueError(f"operation {name} is registered twice")
             OPERATIONS[name] = Operation(
-                name, device(handler), signature.result, signature.sources, takes_mode, hot, fast
+                name, device(handler), signature.result, signature.sources, takes_mode, own in hot.split(), fast
             )
         groups = tuple(frozenset(group.split()) for group in requires)
         FORMS.setdefault(stem, []).append(Form(stem, signatures, modifiers, groups))

@@ -91,7 +91,8 @@ class Operands:
 
     def _new(self, text: str, scope: Scope) -> Operand:
         try:
-            found = self._read(text, scope)
+            # Nearly every operand is a plain name, and no other text is a key.
+            found = scope.find(text) or self._read(text, scope)
         except OverflowError as error:  # from a literal
             self._source.fail(str(error))
         scope.known[text] = found
@@ -122,10 +123,9 @@ class Operands:
     def _scalar(self, text: str, scope: Scope) -> Operand:
         if text == "_":
             return Sink()
-        if _NAME.fullmatch(text):
-            found = scope.find(text)
-            if found is not None:
-                return found
+        found = scope.find(text)
+        if found is not None:
+            return found
         special = _SPECIAL.fullmatch(text)
         if special is not None:
             return Special(text)

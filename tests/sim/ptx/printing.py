@@ -52,8 +52,8 @@ def operand_text(operand: Operand) -> str:
             return name + offset_text(offset)
         case Address(None, offset, coordinates):
             return f"[{offset}{coordinates_text(coordinates)}]"
-        case Address(base, offset, coordinates):
-            return f"[{base.name}{offset_text(offset)}{coordinates_text(coordinates)}]"
+        case Address(Register(name) | Symbol(name), offset, coordinates):
+            return f"[{name}{offset_text(offset)}{coordinates_text(coordinates)}]"
         case Vector(elements):
             return f"{{{', '.join(map(operand_text, elements))}}}"
         case Pair(first, second):

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(not FILES, reason=f"no PTX in {CORPUS}")
 
 
 def opcodes_by_line(text: str) -> Counter[str]:
-    """What `grep` finds: NVVM and CuTe DSL write an instruction a line."""
-    line = re.compile(r"^\s*(?:@!?[%\w]+\s+)?([a-z][a-z0-9_]*(?:[.:]+\w+)*)(?=[ \t;]).*;\s*$", re.M)
+    """What `grep` finds: an instruction begins a line, though `mma.sync` goes on over several."""
+    line = re.compile(r"^[ \t]*(?:@!?[%\w]+[ \t]+)?([a-z][a-z0-9_]*(?:[.:]+\w+)*)(?=[\s;])", re.M)
     return Counter(line.findall(text))
 
 
@@ -64,9 +64,9 @@ def test_every_instruction_is_there(path: Path) -> None:
     lines = text.split("\n")
     for entry in entries:
         assert_every_name_is_known(entry)
-        assert all(
-            i.text == " ".join(lines[i.line - 1].split("//")[0].split()) for i in entry.instructions
-        )
+        for instruction in entry.instructions:
+            following = [line.split("//")[0] for line in lines[instruction.line - 1 :][:8]]
+            assert " ".join(" ".join(following).split()).startswith(instruction.text)
 
 
 @pytest.mark.parametrize("path", FILES[::8], ids=lambda path: path.stem)

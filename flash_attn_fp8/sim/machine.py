@@ -302,13 +302,14 @@ class _Runner:
             if stop.status == engine.TRAPPED:
                 pc, mask = stop.pc, warp.join_converging(stop.pc, stop.mask)
                 warp.pc = pc
+                gave_up = warp.timed_out
                 try:
                     result = self._handle(warp, pc, mask)
                 except SimulationError as e:
                     raise self._located(e, warp, pc) from e
                 if result is None:
                     advance = mask
-                    self.progress += 1
+                    self.progress += not gave_up  # a `try_wait` that returns false changes nothing
                     pending = self.cluster.pending
                     pending.deliver(pending.now + 1)
                     if self.schedule.switches():

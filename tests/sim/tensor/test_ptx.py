@@ -268,7 +268,8 @@ FILL:
     mov.b64 %rd4, {%r9, %r11};
     tcgen05.mma.cta_group::2.kind::f8f6f4 [%r8], %rd4, %rd4, %r12, 0;
     mov.b16 %h1, 3;
-    tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r0], %h1;
+    tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64
+        [%r0], %h1;
 ISSUED:
     { .reg .pred q; W: mbarrier.try_wait.parity.shared.b64 q, [%r0], 0; @!q bra W; }
     shr.u32 %r14, %r3, 5;

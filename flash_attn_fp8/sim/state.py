@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -173,7 +173,7 @@ class Cta:
     counters: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by warp and barrier
     tensor_waiters: TensorWaiters = field(default_factory=lambda: TensorWaiters())
-    warpgroups: dict[int, object] = field(default_factory=dict)  # what `wgmma` keeps of each
+    warpgroups: dict[int, Any] = field(default_factory=dict)  # what `wgmma` keeps of each
 
     @property
     def name(self) -> str:

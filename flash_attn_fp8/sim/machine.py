@@ -24,7 +24,15 @@ from flash_attn_fp8.sim.errors import (
     SimulationError,
     TensorMemoryMisuse,
 )
-from flash_attn_fp8.sim.isa import barrier, control, memory, tcgen05  # noqa: F401  (they register)
+from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register)
+    barrier,
+    bulk,
+    control,
+    cp_async,
+    memory,
+    tcgen05,
+    tma,
+)
 from flash_attn_fp8.sim.launch import Launch
 from flash_attn_fp8.sim.layout import Layout, special
 from flash_attn_fp8.sim.memory import (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from flash_attn_fp8.sim.state import Pending, Warp
 
 
-@dataclass
+@dataclass(eq=False)
 class BulkGroups:
     """Bulk async-groups of one thread. A group's number is the epoch of its operations' reads.
 
@@ -78,7 +78,7 @@ class BulkGroups:
         return None
 
 
-@dataclass
+@dataclass(eq=False)
 class CopyGroups:
     """`cp.async` groups of a warp's lanes.
 

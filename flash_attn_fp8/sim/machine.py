@@ -24,14 +24,16 @@ from flash_attn_fp8.sim.errors import (
     SimulationError,
     TensorMemoryMisuse,
 )
-from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register)
+from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register their instructions)
     barrier,
     bulk,
     control,
     cp_async,
     memory,
+    mma,
     tcgen05,
     tma,
+    wgmma,
 )
 from flash_attn_fp8.sim.launch import Launch
 from flash_attn_fp8.sim.layout import Layout, special
@@ -258,6 +260,9 @@ def _where(warp: Warp, pc: int) -> str:
     return f"PTX line {instruction.line}: {instruction.text.strip()}"
 
 
+_POLLS_PER_WARP = 1000  # without any change; then it is a deadlock of warps that poll
+
+
 class _Runner:
     """Runs one cluster to its end."""
 
@@ -267,12 +272,15 @@ class _Runner:
         self.schedule = cluster.pending.schedule
         self.trace = trace
         self.progress = 0  # visible operations that changed something
+        self.polls = 0  # operations since then that only looked
 
     def run(self) -> None:
         live = list(self.warps)
         stalled_at = -1
         while live:
             runnable = [w for w in live if w.runnable]
+            if self.polls > _POLLS_PER_WARP * len(live) and not self.cluster.pending.deliver_next():
+                raise Deadlock(self._deadlock_report(live))
             if runnable:
                 self._run_warp(self.schedule.pick(runnable))
                 live = [w for w in live if not w.exited]
@@ -305,13 +313,12 @@ class _Runner:
                 except SimulationError as e:
                     raise self._located(e, warp, pc) from e
                 if result is None:
-                    advance = mask
-                    self.progress += 1
                     pending = self.cluster.pending
                     pending.deliver(pending.now + 1)
-                    if self.schedule.switches():
+                    if self._gives_way(warp):
                         warp.step_past(mask)
                         return
+                    advance = mask
                 elif isinstance(result, Converge):
                     warp.hold_converging(pc, mask, result.required)
                 else:
@@ -326,6 +333,16 @@ class _Runner:
                     return
             else:
                 raise InstructionLimit(f"{warp.name} of {warp.cta.name} reached the limit")
+
+    def _gives_way(self, warp: Warp) -> bool:
+        """Whether another warp runs next; counts what has changed something."""
+        if warp.polled:
+            warp.polled = False
+            self.polls += 1
+            return True
+        self.progress += 1
+        self.polls = 0
+        return self.schedule.switches()
 
     def _handle(self, warp: Warp, pc: int, mask: int) -> Wait | Converge | None:
         handler = warp.code.handlers[pc]
@@ -363,6 +380,8 @@ class _Runner:
     def _deadlock_report(self, live: list[Warp]) -> str:
         lines = [f"{len(live)} of {len(self.warps)} warps wait for ever:"]
         for warp in live:
+            if warp.runnable:
+                lines.append(f"  {warp.cta.name} {warp.name} polls at {_where(warp, warp.pc)}")
             for _, wait in warp.waits:
                 lines.append(f"  {warp.cta.name} {warp.name} waits: {wait.describe()}")
                 lines.append(f"    at {_where(warp, warp.pc)}")
@@ -376,6 +395,7 @@ class _Runner:
 
     def _check_end(self) -> None:
         for cta in self.cluster.ctas:
+            wgmma.check_end(cta)
             if cta.tensor.allocated.any():
                 columns = int(cta.tensor.allocated.sum())
                 raise TensorMemoryMisuse(

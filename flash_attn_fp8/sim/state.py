@@ -206,6 +206,7 @@ class Warp:
     token: object = None  # what a barrier instruction remembers between arriving and leaving
     cluster_round: int | None = None  # between arriving at the cluster barrier and waiting
     timed_out: bool = False
+    polled: bool = False  # what it just did may only have looked whether something happened
     exited: bool = False
     runnable: bool = True
     pc: int = 0

@@ -169,10 +169,8 @@ def wait(ctx: Context, instruction: Instruction) -> Handler:
             if acquires:
                 w.acquire(barrier.completed)
             return None
-        if w.timed_out:
-            w.timed_out = False
-            return None
-        if not suspends:
+        if w.timed_out or not suspends:
+            w.timed_out, w.polled = False, True
             return None
         return Wait(
             barrier,

@@ -261,8 +261,12 @@ def set_max_registers(ctx: Context, instruction: Instruction) -> Handler:
 
 @warp("nanosleep")
 def nanosleep(ctx: Context, instruction: Instruction) -> Handler:
-    """Time is not modelled."""
-    return _nothing
+    """Time is not modelled; others go first."""
+
+    def handler(w: Warp, mask: int) -> None:
+        w.polled = True
+
+    return handler
 
 
 @warp("%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")

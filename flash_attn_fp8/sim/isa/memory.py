@@ -204,6 +204,7 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
         addresses = source.of(w, lanes)
         if form.synchronises:
             _synchronise(w, form.space, addresses)
+            w.polled = True
         store_rows(w, lanes, read(w, form.space, addresses, unit, lanes))
 
     return handler

@@ -45,7 +45,7 @@ from flash_attn_fp8.sim.memory import (
     TensorMemory,
 )
 from flash_attn_fp8.sim.order import Actors
-from flash_attn_fp8.sim.ptx.program import Program, Special, Symbol
+from flash_attn_fp8.sim.ptx.program import Entry, Program, Special, Symbol
 from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
 from flash_attn_fp8.sim.state import WARP_SIZE, Cluster, Converge, Cta, Pending, RegisterPool, Warp
 from flash_attn_fp8.sim.trace import Trace
@@ -68,7 +68,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class _Kernel:
-    """An entry, decoded; `program` is kept because the cache goes by its identity."""
+    """An entry, decoded; `program` is kept because the cache goes by its identity.
+
+    The layout is one machine's: it holds the module's variables.
+    """
 
     program: Program
     code: Code
@@ -79,6 +82,7 @@ class _Kernel:
 class Run:
     """What a launch did: executed instructions by PTX line and warp, and traffic by kind."""
 
+    kernel: str = ""
     instructions: Counter[tuple[int, int]] = field(default_factory=Counter)
     traffic: Counter[str] = field(default_factory=Counter)
     warp_instructions: int = 0
@@ -128,7 +132,7 @@ class Machine:
         kernel = self._kernel(program, entry)
         _check_launch(kernel, launch, self.target)
         memory = GlobalMemory((*launch.buffers, *kernel.layout.buffers))
-        run = Run()
+        run = Run(entry)
         for origin in _cluster_origins(launch):
             cluster = self._cluster(kernel, launch, origin, memory)
             _Runner(cluster, self.trace).run()
@@ -140,7 +144,7 @@ class Machine:
         found = self._kernels.get(key)
         if found is None:
             entry = program.entries[name]
-            found = _Kernel(program, decode(entry), Layout.of(program, entry))
+            found = _Kernel(program, _decoded(entry), Layout.of(program, entry))
             self._kernels[key] = found
         return found
 
@@ -160,6 +164,18 @@ class Machine:
                 warp.instructions_left = self.instruction_limit
             cluster.ctas.append(cta)
         return cluster
+
+
+_codes: dict[int, Code] = {}  # by the identity of the entry, which the code keeps alive
+
+
+def _decoded(entry: Entry) -> Code:
+    found = _codes.get(id(entry))
+    if found is None:
+        if len(_codes) >= 64:
+            _codes.clear()
+        found = _codes[id(entry)] = decode(entry)
+    return found
 
 
 def _check_launch(kernel: _Kernel, launch: Launch, target: Target) -> None:

@@ -411,6 +411,7 @@ class _Runner:
 
     def _check_end(self) -> None:
         for cta in self.cluster.ctas:
+            wgmma.check_end(cta)
             if cta.tensor.allocated.any():
                 columns = int(cta.tensor.allocated.sum())
                 raise TensorMemoryMisuse(

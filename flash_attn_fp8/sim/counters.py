@@ -44,6 +44,11 @@ class Run:
     waits: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     @property
+    def kernel(self) -> str:
+        """The entry's name."""
+        return self.entry.name
+
+    @property
     def warp_instructions(self) -> int:
         """Instructions executed, each counted once a warp."""
         return sum(self.instructions.values())
@@ -82,7 +87,7 @@ class Run:
     def as_data(self) -> dict[str, object]:
         """Everything, ready for `json.dump`."""
         return {
-            "kernel": self.entry.name,
+            "kernel": self.kernel,
             "warp_instructions": self.warp_instructions,
             "instructions": [asdict(row) for row in self.rows()],
             "traffic": dict(sorted(self.traffic.items())),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from flash_attn_fp8.sim.counters import Run
-from flash_attn_fp8.sim.decode import decode
+from flash_attn_fp8.sim.decode import Code, decode
 from flash_attn_fp8.sim.execution import Execution
 from flash_attn_fp8.sim.grid import Index, Kernel, Settings, cluster_at, origins
 from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register their instructions)
@@ -32,7 +34,7 @@ from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register their instruc
 from flash_attn_fp8.sim.launch import Launch
 from flash_attn_fp8.sim.layout import Layout
 from flash_attn_fp8.sim.memory import SHARED_RESERVED, Checks, GlobalMemory
-from flash_attn_fp8.sim.ptx.program import Program
+from flash_attn_fp8.sim.ptx.program import Entry, Program
 from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
 from flash_attn_fp8.sim.trace import Trace
 
@@ -112,8 +114,20 @@ class Machine:
         key = (id(program), name)
         if key not in self._kernels:
             entry = program.entries[name]
-            self._kernels[key] = Kernel(program, decode(entry), Layout.of(program, entry))
+            self._kernels[key] = Kernel(program, _decoded(entry), Layout.of(program, entry))
         return self._kernels[key]
+
+
+_codes: dict[int, Code] = {}  # by the identity of the entry, which the code keeps alive
+
+
+def _decoded(entry: Entry) -> Code:
+    """Decoded once a process: what machines share of a kernel."""
+    if id(entry) not in _codes:
+        if len(_codes) >= 64:
+            _codes.clear()
+        _codes[id(entry)] = decode(entry)
+    return _codes[id(entry)]
 
 
 @dataclass(frozen=True)
@@ -164,14 +178,16 @@ def _in_processes(job: _Job, clusters: list[Index], workers: int) -> Run:
         try:
             context = multiprocessing.get_context("fork")
             with ProcessPoolExecutor(workers, mp_context=context) as pool:
-                for part in pool.map(_run_inherited, clusters):
-                    run.update(part)
+                for counts in pool.map(_run_inherited, clusters):
+                    run.update(Run(run.entry, *counts))
         finally:
             _job = None
     return run
 
 
-def _run_inherited(origin: Index) -> Run:
+def _run_inherited(origin: Index) -> tuple[Counter[Any], ...]:
+    """A cluster's counts, without the kernel that the parent has anyway."""
     if _job is None:
         raise RuntimeError("a worker without a job: workers need fork")
-    return _job.run(origin)
+    run = _job.run(origin)
+    return run.instructions, run.traffic, run.waits

@@ -139,7 +139,9 @@ def reduce_bulk(ctx: Context, instruction: Instruction) -> Handler:
     operation, kind = named
     if noftz != (operation == "add" and kind in ("f16", "bf16")):
         ctx.fail(".noftz is for .add of .f16 and .bf16, which need it")
-    return _bind(ctx, instruction, form, reduction.reduction(operation, kind), WIDTH[kind] // 8)
+    # "The current implementation of .add.f32 flushes subnormal inputs and results."
+    combine = reduction.reduction(operation, "f32.ftz" if kind == "f32" else kind)
+    return _bind(ctx, instruction, form, combine, WIDTH[kind] // 8)
 
 
 def _bind(

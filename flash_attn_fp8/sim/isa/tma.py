@@ -116,11 +116,10 @@ def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> N
 
 def _reduction_type(m: TensorMap, operation: str) -> str:
     type_ = m.type
-    if operation in ("and", "or", "xor") and type_ in ("u32", "s32", "u64", "s64"):
-        type_ = "b" + type_[1:]
-    if type_ == "f32.ftz":
-        type_ = "f32"
-    if type_ == "f64" or type_ not in reduction.GLOBAL[operation]:
+    if operation in ("and", "or", "xor") and type_ in ("u32", "s32", "u64"):
+        type_ = "b" + type_[1:]  # of s64 it is an illegal instruction on an H200
+    listed = type_.removesuffix(".ftz")
+    if listed == "f64" or listed not in reduction.GLOBAL[operation]:
         raise Unmodelled(f".{operation} of {type_}, which the manual's table does not have: {m}")
     return type_
 

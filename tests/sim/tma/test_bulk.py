@@ -21,9 +21,7 @@ from flash_attn_fp8.sim.schedule import RoundRobin
 from flash_attn_fp8.sim.tensormap import TensorMap, decode, encode
 from tests.sim.tma.rig import BARRIER, DATA, Late, Rig, aligned
 
-IN = (
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%rd0], %r2, [%r1];"
-)
+IN = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%rd0], %r2, [%r1];"
 OUT = "cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r0], %r2;"
 ACROSS = (
     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "

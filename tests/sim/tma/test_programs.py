@@ -50,7 +50,11 @@ _MODULE = """
 }}
 """
 
-_SCHEDULES = [RoundRobin, *(lambda s=s: Random(s) for s in range(4)), *(lambda s=s: Adversarial(s) for s in range(4))]
+_SCHEDULES = [
+    RoundRobin,
+    *(lambda s=s: Random(s) for s in range(4)),
+    *(lambda s=s: Adversarial(s) for s in range(4)),
+]
 
 
 def _wait(barrier: str, parity: int = 0) -> str:
@@ -246,7 +250,11 @@ def test_cp_async_by_one_warp_for_another(schedule):
 def test_what_cp_async_needs_before_a_bulk_copy(line):
     with pytest.raises(Race, match="cp.async copies of warp 0"):
         _run(
-            AMPERE.replace(line, ""), _tensor((64, 16), 1), _tensor((64, 16), None), warps=2, count=32
+            AMPERE.replace(line, ""),
+            _tensor((64, 16), 1),
+            _tensor((64, 16), None),
+            warps=2,
+            count=32,
         )
 
 

@@ -139,15 +139,24 @@ def test_four_rows_are_gathered_and_scattered():
     np.testing.assert_array_equal(tensor[384:512], np.zeros(128, np.uint8))
 
 
-@pytest.mark.parametrize("bits", [0x3F800FFF, 0x3F801000, 0x3F803000, 0xBF801001, 0x7F800001])
-def test_tf32_is_rounded_on_the_way_in(bits):
+@pytest.mark.parametrize(
+    ("bits", "rounded"),
+    [
+        (0x3F800FFF, 0x3F800000),
+        (0x3F801000, 0x3F800000),
+        (0x3F803000, 0x3F804000),
+        (0xBF801001, 0xBF802000),
+        (0xFF800000, 0xFF800000),
+        (0x7F800001, 0x7FFFE000),
+    ],
+)
+def test_tf32_is_rounded_to_nearest_even_on_the_way_in(bits, rounded):
     m = TensorMap(0, "tf32", (4,), (), (4,), (1,))
     rig, m, tensor = _rig(m)
     tensor.view(np.uint32)[:] = bits
     _issue(rig, LOAD, (0,), DATA)
     got = int(rig.shared[DATA : DATA + 4].view(np.uint32)[0])
-    special = bits & 0x7F800000 == 0x7F800000
-    assert got == (bits if special else (bits + 0x1000) & 0xFFFFE000)
+    assert got == rounded
 
 
 # ------------------------------------------------------------------------------- cluster, barriers
@@ -401,12 +410,15 @@ def test_reductions_of_integers(type_, operation):
     assert got.view(a.dtype).tolist() == want
 
 
-def test_additions_of_f32_flush_subnormals():
+@pytest.mark.parametrize("type_", ["f32", "f32.ftz"])
+def test_additions_of_f32_flush_subnormals_where_the_map_says_so(type_):
     tiny, least = np.float32(2.0**-126), np.float32(2.0**-149)
     a = np.array([least, -least, tiny, 1.5 * tiny, 1, np.inf, np.nan, 3], np.float32)
     b = np.array([0, -0.0, least, -tiny, 2.0**-24, -np.inf, 1, 4], np.float32)
-    got = _reduced("f32", "add", b, a).view(np.uint32).tolist()
-    want = np.array([0, -0.0, tiny, 0, 1, np.nan, np.nan, 7], np.float32).view(np.uint32)
+    got = _reduced(type_, "add", b, a).view(np.uint32).tolist()
+    flushed = [0, -0.0, tiny] if type_ == "f32.ftz" else [least, -least, tiny + least]
+    half = 0 if type_ == "f32.ftz" else tiny / 2
+    want = np.array([*flushed, half, 1, np.nan, np.nan, 7], np.float32).view(np.uint32)
     want[5:7] = 0x7FFFFFFF
     assert got == want.tolist()
 
@@ -429,10 +441,13 @@ def test_additions_of_16_bits_round_once_to_nearest_even(type_):
 
 
 @pytest.mark.parametrize(
-    ("type_", "operation"), [("u8", "add"), ("f32", "min"), ("s64", "add"), ("s32", "inc"), ("f64", "add")]
+    ("type_", "operation"),
+    [("u8", "add"), ("f32", "min"), ("s64", "add"), ("s32", "inc"), ("f64", "add")],
 )
 def test_reductions_that_the_manuals_table_does_not_have(type_, operation):
-    values = aligned(64).view({"u8": "u1", "f32": "f4", "s64": "i8", "s32": "i4", "f64": "f8"}[type_])
+    values = aligned(64).view(
+        {"u8": "u1", "f32": "f4", "s64": "i8", "s32": "i4", "f64": "f8"}[type_]
+    )
     with pytest.raises(Unmodelled, match=rf"\.{operation} of {type_}"):
         _reduced(type_, operation, values, values)
 

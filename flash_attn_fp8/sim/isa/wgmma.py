@@ -76,11 +76,10 @@ class Warpgroup:
 
 def warpgroup(w: Warp) -> Warpgroup:
     """The warpgroup of a warp."""
-    groups = w.cta.warpgroups
+    groups: dict[int, Warpgroup] = w.cta.warpgroups
     found = groups.get(w.index // _WARPS)
     if found is None:
         found = groups[w.index // _WARPS] = Warpgroup()
-    assert isinstance(found, Warpgroup)
     return found
 
 
@@ -256,8 +255,8 @@ def _land(w: Warp, own: WarpState, epoch: int) -> None:
 
 def check_end(cta: Cta) -> None:
     """A kernel that ends waits for what it started."""
-    for index, group in cta.warpgroups.items():
-        assert isinstance(group, Warpgroup)
+    groups: dict[int, Warpgroup] = cta.warpgroups
+    for index, group in groups.items():
         for within, own in enumerate(group.states):
             if own.flying:
                 raise Race(
@@ -338,7 +337,7 @@ def bind_mma_async(ctx: Context, instruction: Instruction) -> Handler:
     if a_rows is not None and len(a_rows) != 4:
         ctx.fail(f"{len(a_rows)} registers of A, not 4")
     form = _with_immediates(ctx, form, operands[4:], a_rows is not None)
-    a_descriptor = None if a_rows is not None else ValueOperand(ctx, operands[1], "b64")
+    a = a_rows if a_rows is not None else ValueOperand(ctx, operands[1], "b64")
     b = ValueOperand(ctx, operands[2], "b64")
     enable = ValueOperand(ctx, operands[3], "pred")
     early = _early_use(ctx, instruction)
@@ -348,9 +347,8 @@ def bind_mma_async(ctx: Context, instruction: Instruction) -> Handler:
         if missing is None:
             if early is not None:
                 raise Race(early)
-            a = a_rows if a_descriptor is None else a_descriptor.one(w, mask)
-            assert a is not None
-            mma_async(w, form, d, a, b.one(w, mask), bool(enable.one(w, mask)))
+            left = a if isinstance(a, list) else a.one(w, mask)
+            mma_async(w, form, d, left, b.one(w, mask), bool(enable.one(w, mask)))
         return missing
 
     return handler

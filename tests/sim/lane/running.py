@@ -68,7 +68,7 @@ def program(text: str, registers: dict[str, str]) -> Entry:
             name, line = line[1:].split(None, 1)
             guard = Guard(name.removeprefix("!"), name.startswith("!"))
         opcode, _, rest = line.partition(" ")
-        parts = re.findall(r"\{[^}]*\}|[^,]+", rest) if rest.strip() else []
+        parts = re.findall(r"\s*(\{[^}]*\}|[^,]+)", rest) if rest.strip() else []
         operands = tuple(operand(part) for part in parts if part.strip())
         instructions.append(Instruction(number, raw, opcode, operands, guard))
     return Entry("test", (), registers, tuple(instructions), labels, ())
@@ -86,7 +86,7 @@ def run_lines(
     """
     registers = {f"%s{i}": _REGISTER_TYPES[WIDTH[kind]] for i, kind in enumerate(sources)}
     registers |= {f"%d{i}": _REGISTER_TYPES[WIDTH[kind]] for i, kind in enumerate(results)}
-    text = "\n".join(lines).replace("%", "%s").replace("$", "%d")
+    text = re.sub(r"%(\d)", r"%s\1", re.sub(r"\$(\d)", r"%d\1", "\n".join(lines)))
     code = decode.decode(program(text, registers))
     outputs = np.zeros((len(inputs), len(results)), dtype=np.uint64)
     for start in range(0, len(inputs), 32):

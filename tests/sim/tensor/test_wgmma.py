@@ -65,12 +65,13 @@ def complete(cta: Cta) -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(["f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8"]),
-    st.sampled_from([8, 16, 24, 32, 64, 128, 256]), places(), places(), st.booleans(),
-    st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 1 << 30),
+    st.sampled_from([8, 16, 24, 32, 64, 128, 256]), st.tuples(places(), places()),
+    st.tuples(st.booleans(), st.booleans()), st.tuples(*[st.booleans()] * 3),
+    st.integers(0, 1 << 30),
 )  # fmt: skip
-def test_product_is_the_sum_over_k(
-    kind, n, place_a, place_b, mn_a, mn_b, in_registers, accumulate, negate, seed
-):
+def test_product_is_the_sum_over_k(kind, n, where, majors, options, seed):
+    (place_a, place_b), (mn_a, mn_b) = where, majors
+    in_registers, accumulate, negate = options
     size, k = SIZES[kind], 32 // SIZES[kind]
     if size != 2:
         mn_a = mn_b = False

@@ -371,7 +371,7 @@ def test_cp_async_is_seen_after_its_group(waits, seen, schedule):
         if seen[place]:
             np.testing.assert_array_equal(rig.read(DATA + 512 * place, 512), data[:512])
         else:
-            with pytest.raises(Race, match="cp.async copies of warp 0"):
+            with pytest.raises(Race, match=r"cp\.async copies of warp 0"):
                 rig.read(DATA + 512 * place, 512)
 
 
@@ -394,7 +394,7 @@ def test_cp_async_needs_a_proxy_fence_before_asynchronous_reads():
             rig.run(OUT, r0=DATA, rd0=data.ctypes.data, r2=64)
             assert rig.warp().groups["bulk", 0].open == 1
         else:
-            with pytest.raises(Race, match="cp.async"):
+            with pytest.raises(Race, match=r"cp\.async"):
                 rig.run(OUT, r0=DATA, rd0=data.ctypes.data, r2=64)
 
 
@@ -413,7 +413,7 @@ def test_an_mbarrier_waits_for_the_copies_before_it(schedule):
         assert rig.cluster.pending.deliver_next()
     other.acquire(barrier.completed)
     np.testing.assert_array_equal(rig.read(DATA, 512, other), data[:512])
-    with pytest.raises(Race, match="cp.async"):
+    with pytest.raises(Race, match=r"cp\.async"):
         rig.read(DATA + 512, 512, other)
 
 
@@ -428,7 +428,7 @@ def test_an_arrival_without_noinc_is_one_more_than_expected():
 
 def test_too_many_arrivals_are_misuse():
     rig = Rig()
-    with pytest.raises(BarrierMisuse, match="cp.async of warp 0"):
+    with pytest.raises(BarrierMisuse, match=r"cp\.async of warp 0"):
         rig.run("cp.async.mbarrier.arrive.noinc.shared.b64 [%r1];", mask=0b11, r1=BARRIER)
 
 

@@ -33,7 +33,10 @@ STORE = (
     "cp.async.bulk.tensor.{n}d.global.shared::cta.tile.bulk_group.L2::cache_hint "
     "[%rd0, {{{c}}}], [%r0], %rd1;"
 )
-REDUCE = "cp.reduce.async.bulk.tensor.{n}d.global.shared::cta.{op}.tile.bulk_group [%rd0, {{{c}}}], [%r0];"
+REDUCE = (
+    "cp.reduce.async.bulk.tensor.{n}d.global.shared::cta.{op}.tile.bulk_group "
+    "[%rd0, {{{c}}}], [%r0];"
+)
 COMMIT = "cp.async.bulk.commit_group;"
 
 
@@ -107,7 +110,7 @@ def test_a_swizzle_is_of_absolute_addresses():
     """A destination in the middle of the pattern continues the pattern."""
     whole, m, _ = _rig(replace(MAP, box=(64, 16)))
     _issue(whole, LOAD, (0, 0), DATA)
-    part, m, tensor = _rig(replace(MAP, box=(64, 13)))
+    part, *_ = _rig(replace(MAP, box=(64, 13)))
     _issue(part, LOAD, (0, 3), DATA + 3 * 128)
     np.testing.assert_array_equal(
         part.shared[DATA + 3 * 128 : DATA + 2048], whole.shared[DATA + 3 * 128 : DATA + 2048]
@@ -297,7 +300,7 @@ def test_a_store_of_what_nobody_wrote():
 
 
 def test_out_of_bounds_parts_of_a_store_need_not_be_written():
-    rig, m, tensor = _rig(replace(U8, dims=(24, 8), strides=(32,)))
+    rig, _, tensor = _rig(replace(U8, dims=(24, 8), strides=(32,)))
     image = aligned(128, seed=5)
     offsets = DATA + np.array([0, 8, 16, 32, 40, 48])
     rig.warp().cta.shared.write(
@@ -330,12 +333,14 @@ def test_rank_of_instruction_and_map():
     [
         "cp.async.bulk.tensor.3d.shared::cta.global.im2col.mbarrier::complete_tx::bytes "
         "[%r0], [%rd0, {%r1, %r1, %r1}], [%r0], {%h0};",
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile.bulk_group [%r0], [%rd0, {%r1, %r1}], [%r0];",
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.bulk_group "
+        "[%r0], [%rd0, {%r1, %r1}], [%r0];",
         "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes.new "
         "[%r0], [%rd0, {%r1, %r1}], [%r0];",
         "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes "
         "[%r0], [%rd0, {%r1}], [%r0];",
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.mul.bulk_group [%rd0, {%r1, %r1}], [%r0];",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.mul.bulk_group "
+        "[%rd0, {%r1, %r1}], [%r0];",
     ],
 )
 def test_forms_that_are_not_modelled_name_their_line(text):
@@ -453,7 +458,7 @@ def test_reductions_that_the_manuals_table_does_not_have(type_, operation):
 
 
 def test_reductions_drop_what_is_out_of_bounds():
-    rig, m, tensor = _rig(TensorMap(0, "u32", (6, 3), (32,), (8, 2), (1, 1)))
+    rig, _, tensor = _rig(TensorMap(0, "u32", (6, 3), (32,), (8, 2), (1, 1)))
     before = tensor.copy()
     rig.write(DATA, np.full(16, 1, np.uint32))
     rig.warp().fence_proxy_async()
@@ -466,7 +471,7 @@ def test_reductions_drop_what_is_out_of_bounds():
 
 
 def test_a_load_is_seen_after_its_barrier_and_not_before():
-    rig, m, tensor = _rig(U8)
+    rig, _, tensor = _rig(U8)
     _issue(rig, LOAD, (0, 0), DATA)
     with pytest.raises(Race, match="a copy that completes on mbarrier 0x400"):
         rig.read(DATA, 128)
@@ -492,7 +497,7 @@ def test_a_load_over_what_was_read_needs_that_reader_to_be_over(waits):
 
 @pytest.mark.parametrize("fence", [True, False])
 def test_a_store_needs_the_fence_between_the_proxies(fence):
-    rig, m, tensor = _rig(U8)
+    rig, _, tensor = _rig(U8)
     image = aligned(128, seed=9)
     rig.write(DATA, image)
     if fence:

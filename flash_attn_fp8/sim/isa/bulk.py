@@ -17,6 +17,7 @@ from flash_attn_fp8.sim.isa.asyncform import (
     Form,
     SharedOperand,
     Target,
+    check_one_process,
     each_lane,
     operands_of,
     own_shared,
@@ -108,6 +109,7 @@ def copy_out(
     data, at = w.cluster.memory.find(destination, nbytes, True)
     there = data[at : at + nbytes].reshape(-1, _UNIT)
     if combine is not None:
+        check_one_process(w)
         values = combine(there.reshape(-1, size), values.reshape(-1, size)).reshape(-1, _UNIT)
     copied = (byte_mask >> np.arange(_UNIT) & 1).astype(np.bool_)
     there[:, copied] = values[:, copied]

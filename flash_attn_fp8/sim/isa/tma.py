@@ -22,6 +22,7 @@ from flash_attn_fp8.sim.isa.asyncform import (
     Form,
     SharedOperand,
     Target,
+    check_one_process,
     each_lane,
     operands_of,
     own_shared,
@@ -103,6 +104,7 @@ def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> N
     groups = bulk_groups(w, lane)
     tile = _read_tile(w, box, offset, groups.actor, groups.open)
     if operation is not None:
+        check_one_process(w)
         if np.unique(box.offsets).size != box.rows:
             raise Unmodelled(f"a reduction into rows that overlap: {box}")
         combine = reduction.reduction(operation, _reduction_type(m, operation))

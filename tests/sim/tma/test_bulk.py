@@ -158,6 +158,18 @@ def test_reductions_into_global_memory():
     np.testing.assert_array_equal(data, np.maximum(before, image[:16]))
 
 
+def test_reductions_between_processes_are_unmodelled():
+    data = aligned(64)
+    rig = Rig(data)
+    _written(rig)
+    rig.cluster.memory.processes = True
+    with pytest.raises(Unmodelled, match="workers=1"):
+        rig.run(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.max.u32 [%rd0], [%r0], 64;",
+            r0=DATA, rd0=data.ctypes.data,
+        )  # fmt: skip
+
+
 def test_reductions_by_several_threads_into_one_ctas_shared_memory():
     """They are atomic, so they may meet; what comes after needs their barrier."""
     rig = Rig(ctas=3)

@@ -108,7 +108,7 @@ def test_stores_are_those_of_the_model(data):
 
 def test_a_swizzle_is_of_absolute_addresses():
     """A destination in the middle of the pattern continues the pattern."""
-    whole, m, _ = _rig(replace(MAP, box=(64, 16)))
+    whole, *_ = _rig(replace(MAP, box=(64, 16)))
     _issue(whole, LOAD, (0, 0), DATA)
     part, *_ = _rig(replace(MAP, box=(64, 13)))
     _issue(part, LOAD, (0, 3), DATA + 3 * 128)

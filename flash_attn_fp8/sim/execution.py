@@ -94,6 +94,8 @@ class Execution:
                     warp.cta.waits[warp.index, result.name] += 1
             elif stop.status == engine.DONE:
                 warp.exited = True
+                if self.trace is not None:
+                    self.trace.ran(warp, warp.clocks.time + warp.uncounted())
                 self.progress += 1
                 return
             elif stop.status == engine.HELD:
@@ -117,13 +119,13 @@ class Execution:
         handler = warp.code.handlers[pc]
         if self.trace is None:
             return handler(warp, mask)
-        now = warp.clocks.time + warp.uncounted()
-        warp.clocks.time = now
+        now = warp.clocks.time = warp.clocks.time + warp.uncounted()
         result = handler(warp, mask)
+        instruction = warp.code.instruction(pc)
         if warp.clocks.time > now:
-            self.trace.waited(warp, now, warp.clocks.time, warp.code.instruction(pc).text)
-        else:
-            self.trace.ran(warp, now)
+            self.trace.waited(warp, now, warp.clocks.time, instruction)
+        elif result is None:
+            self.trace.started(warp, now, instruction)
         return result
 
     def _recheck_waits(self, warp: Warp) -> None:

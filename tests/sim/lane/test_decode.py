@@ -93,9 +93,7 @@ def test_constants_share_rows_and_registers_get_rows_only_where_used() -> None:
 
 
 def test_special_registers_and_addresses_are_filled_per_warp() -> None:
-    code = decode.decode(
-        program("mov.u32 %r1, %tid.x\nmov.u64 %rd1, buffer\nret", _REGISTERS)
-    )
+    code = decode.decode(program("mov.u32 %r1, %tid.x\nmov.u64 %rd1, buffer\nret", _REGISTERS))
     seen = []
 
     def resolve(source: object) -> object:

@@ -30,6 +30,11 @@ class Wait:
     describe: Callable[[], str]
     can_time_out: bool = False  # `try_wait` may return false instead
 
+    @property
+    def name(self) -> str:
+        """What it is waited for, in counts."""
+        return getattr(self.on, "name", type(self.on).__name__)
+
 
 @dataclass
 class Mbarrier:

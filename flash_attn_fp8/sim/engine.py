@@ -49,6 +49,28 @@ def _compiled_run() -> Callable[..., tuple[int, int, int, int]]:
     return quiet
 
 
+def warm_up() -> None:
+    """Compile the loop, some 40 s of CPU once per machine and version; else load it, under 1 s.
+
+    The first `run` does the same. Of processes that come here together one compiles, the others
+    wait for it and load what it compiled.
+    """
+    with compiled.lock():
+        _compiled_run()(
+            np.array([[2, 0, 0, 0, 0, 0, 0, -1, -1, 0]], dtype=np.int32),  # EXIT
+            np.zeros((1, 32), dtype=np.uint64),
+            new_pcs(),
+            0,
+            0,
+            np.zeros(1, dtype=np.int64),
+            1,
+        )
+    _state.append("warm")
+
+
+_state: list[str] = []
+
+
 def new_pcs(lanes: int = 32) -> npt.NDArray[np.int32]:
     """The pcs of a warp that starts, with that many lanes; the others count as exited."""
     pcs = np.full(32, EXITED, dtype=np.int32)
@@ -68,7 +90,9 @@ def run(
     """Run a warp until a trap, until no lane may run, or for `limit` instructions.
 
     First the lanes of `advance`, which must be at one trap, step past it; that counts it as
-    executed (once, however many lanes). `counts` (int64[n]) grows at each micro-operation that
+    executed (once, however many lanes). `registers` and `micro` are C-contiguous. `counts` (int64[n]) grows at each micro-operation that
     begins an instruction, whether or not its guard holds.
     """
+    if not _state:
+        warm_up()
     return Stop(*_compiled_run()(micro, registers, pcs, held, advance, counts, limit))

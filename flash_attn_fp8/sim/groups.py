@@ -98,6 +98,11 @@ class CopyGroups:
     waiters: list[Warp] = field(default_factory=list)
 
     @property
+    def channel(self) -> tuple[str, int]:
+        """Operations complete in its order."""
+        return ("cp.async", self.actor)
+
+    @property
     def epoch(self) -> int:
         """The stamp of an operation that starts now."""
         return self.serial + 1
@@ -114,7 +119,7 @@ class CopyGroups:
                 del self.outstanding[epoch]
             _wake(self.waiters)
 
-        pending.add(finish, self)
+        pending.add(finish, self.channel)
 
     def commit(self, mask: int) -> None:
         if self.uncommitted & ~mask:
@@ -130,7 +135,7 @@ class CopyGroups:
         """Call `arrival(epoch)` once the operations so far are complete; they have that epoch."""
         self.serial += 1
         epoch = self.serial
-        pending.add(lambda: arrival(epoch), self)
+        pending.add(lambda: arrival(epoch), self.channel)
 
     def wait(self, warp: Warp, mask: int, pending_groups: int) -> Wait | None:
         """The lanes `mask` wait until at most that many of their latest groups are pending."""

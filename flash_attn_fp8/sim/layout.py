@@ -141,5 +141,3 @@ def _scalar(name: str, layout: Layout, launch: Launch, cta: Cta, warp: int) -> o
         "total_smem_size": static + launch.dynamic_smem,
         "aggr_smem_size": static + launch.dynamic_smem + SHARED_RESERVED,
     }[name]
-
-

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +58,20 @@ class GlobalMemory:
             self.buffers.append(b)
         self._starts = [b.address for b in self.buffers]
         self._bytes = [_view(b) for b in self.buffers]
+        self.processes = False  # whether other processes write it, too
+
+    @contextmanager
+    def shared_between_processes(self) -> Iterator[None]:
+        """Keep the bytes where forked processes see each other's writes, and bring them back."""
+        own = self._bytes
+        self._bytes = [_anonymous(data) for data in own]
+        self.processes = True
+        try:
+            yield
+        finally:
+            for data, shared in zip(own, self._bytes, strict=True):
+                data[:] = shared
+            self._bytes, self.processes = own, False
 
     def find(self, address: int, size: int, write: bool) -> tuple[np.ndarray, int]:
         """The buffer's bytes that hold [address, address + size), and the offset there."""
@@ -111,6 +128,13 @@ class GlobalMemory:
         return f"{text}; the nearest is {near.name} ({near.nbytes} bytes), passed by {past} bytes"
 
 
+def _anonymous(data: np.ndarray) -> np.ndarray:
+    """A copy in memory that forked processes share."""
+    copy = np.frombuffer(mmap.mmap(-1, max(1, data.size)), np.uint8)[: data.size]
+    copy[:] = data
+    return copy
+
+
 def _view(b: Buffer) -> np.ndarray:
     raw = (ctypes.c_uint8 * b.nbytes).from_address(b.address)
     return np.frombuffer(raw, np.uint8)
@@ -157,7 +181,9 @@ class SharedMemory:
                 f"has written it"
             )
         if self.shadow is not None:
-            self.order(self.shadow.read(offsets // GRANULE, _granules(unit), access), access, "read")
+            self.order(
+                self.shadow.read(offsets // GRANULE, _granules(unit), access), access, "read"
+            )
         return out
 
     def write(self, offsets: np.ndarray, values: np.ndarray, access: Access) -> None:
@@ -176,7 +202,13 @@ class SharedMemory:
     def order(self, conflict: Conflict | None, access: Access, verb: str) -> None:
         if conflict is not None:
             raise Race(
-                _race_text(f"{self.name}+{conflict.place * GRANULE:#x}", conflict, access, verb, self._actors)
+                _race_text(
+                    f"{self.name}+{conflict.place * GRANULE:#x}",
+                    conflict,
+                    access,
+                    verb,
+                    self._actors,
+                )
             )
 
     def _check_bounds(self, offsets: np.ndarray, unit: int, verb: str) -> None:

@@ -342,7 +342,8 @@ def from_float32(
     uint32, by the format's width.
     """
     layout = FORMATS[name]
-    word = values.astype(np.float64).view(np.int64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        word = values.astype(np.float64).view(np.int64)
     magnitude = word & 0x7FFF_FFFF_FFFF_FFFF
     exponent = (magnitude >> 52) - 1023  # a float32 is never subnormal as float64
     significand = (magnitude & _FRACTION64) | 1 << 52

@@ -154,7 +154,6 @@ class Shadow:
         actor = int(self._slot_actor[slot])
         return Conflict(bad, actor, int(self.reads[bad, slot]), False)
 
-
     def forget(self, places: np.ndarray, span: int) -> None:
         """Nobody has used the granules [p, p + span) for each p of `places`."""
         for place in places.tolist():

@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -114,8 +114,14 @@ class Cluster:
         found = cta.mbarriers.get(offset)
         if found is None:
             near = min(cta.mbarriers, key=lambda o: abs(o - offset), default=None)
-            hint = "none is initialised" if near is None else f"the nearest is {cta.mbarriers[near].name}"
-            raise BarrierMisuse(f"no mbarrier is initialised at {cta.shared.name}+{offset:#x}; {hint}")
+            hint = (
+                "none is initialised"
+                if near is None
+                else f"the nearest is {cta.mbarriers[near].name}"
+            )
+            raise BarrierMisuse(
+                f"no mbarrier is initialised at {cta.shared.name}+{offset:#x}; {hint}"
+            )
         return found
 
 
@@ -165,8 +171,9 @@ class Cta:
     named: dict[int, NamedBarrier] = field(default_factory=dict)
     may_allocate_tensor: bool = True
     counters: Counter[str] = field(default_factory=Counter)
+    waits: Counter[tuple[int, str]] = field(default_factory=Counter)  # by warp and barrier
     tensor_waiters: TensorWaiters = field(default_factory=lambda: TensorWaiters())
-    warpgroups: dict[int, object] = field(default_factory=dict)  # what `wgmma` keeps of each
+    warpgroups: dict[int, Any] = field(default_factory=dict)  # what `wgmma` keeps of each
 
     @property
     def name(self) -> str:
@@ -181,7 +188,9 @@ class Cta:
         name = f"mbarrier {self.cluster.barrier_names.get(offset) or hex(offset)}"
         if len(self.cluster.ctas) > 1:
             name += f" of rank {self.rank}"
-        actor = self.cluster.actors.number(("mbarrier", self.rank, offset), f"a copy that completes on {name}")
+        actor = self.cluster.actors.number(
+            ("mbarrier", self.rank, offset), f"a copy that completes on {name}"
+        )
         self.mbarriers[offset] = Mbarrier(name, count, actor)
 
 
@@ -216,9 +225,7 @@ class Warp:
     groups: dict[tuple[str, int], BulkGroups | CopyGroups] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.actor = self.cluster.actors.number(
-            ("warp", self.cta.rank, self.index), f"{self.name}"
-        )
+        self.actor = self.cluster.actors.number(("warp", self.cta.rank, self.index), f"{self.name}")
         # Not of `async_`: what a warp writes first needs a proxy fence as well.
         self.clocks.generic[self.actor] = 1
 

@@ -208,6 +208,8 @@ def _unused_is_zero(words: list[int], raw: bytes, rank: int) -> None:
 
 def check(m: TensorMap) -> None:
     """The rules of `cuTensorMapEncodeTiled` and of PTX, beyond the widths of the fields."""
+    if m.type not in _SIZES:
+        raise Unmodelled(f"{m}: element type {m.type}")
     lengths = (len(m.strides) + 1, len(m.box), len(m.element_strides))
     if not 1 <= m.rank <= 5 or lengths != (m.rank,) * 3:
         raise ValueError(f"{m}: rank {m.rank} needs strides, box and element strides to match")
@@ -230,8 +232,6 @@ def check(m: TensorMap) -> None:
         raise Misaligned(f"{m}: a row of the box has {inner} bytes, not a multiple of 16")
     if m.interleave == "none" and m.span and inner > m.span:
         raise Misaligned(f"{m}: a row of the box has {inner} bytes, more than the swizzle's span")
-    if m.interleave == "32B" and m.swizzle != "32B":
-        raise Unmodelled(f"{m}: interleave 32B with swizzle {m.swizzle}")
     if m.atom != "16B" and (m.swizzle != "128B" or m.version == "sm_90"):
         raise Unmodelled(f"{m}: swizzle atom {m.atom}")
     if m.fill == "nan" and m.type[0] in "us":

@@ -43,13 +43,18 @@ class Trace:
 
     def started(self, warp: Warp, now: int, text: str) -> None:
         """The warp started an asynchronous operation."""
-        self._events.append(
-            {"name": text, "ph": "i", "s": "t", "ts": now, **self._track(warp)}
-        )
+        self._events.append({"name": text, "ph": "i", "s": "t", "ts": now, **self._track(warp)})
 
     def _slice(self, warp: Warp, name: str, start: int, end: int, args: dict[str, object]) -> None:
         self._events.append(
-            {"name": name, "ph": "X", "ts": start, "dur": end - start, "args": args, **self._track(warp)}
+            {
+                "name": name,
+                "ph": "X",
+                "ts": start,
+                "dur": end - start,
+                "args": args,
+                **self._track(warp),
+            }
         )
 
     def _track(self, warp: Warp) -> dict[str, object]:

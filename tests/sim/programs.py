@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.launch import Buffer, Launch
-from flash_attn_fp8.sim.machine import Machine, Run
+from flash_attn_fp8.sim.machine import Machine
 from flash_attn_fp8.sim.ptx.parse import parse
 
 _MODULE = """

@@ -1,13 +1,21 @@
-"""`sim.device`: CuTe-DSL programs of this process on CPU tensors, their launches as data."""
+"""`sim.device`: CuTe-DSL programs of this process on CPU tensors, executed or captured."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from flash_attn_fp8.sim.counters import Run
+from flash_attn_fp8.sim.errors import SimulationError
 from flash_attn_fp8.sim.launch import Buffer, CapturedLaunch
+from flash_attn_fp8.sim.machine import Machine
+from flash_attn_fp8.sim.memory import Checks
+from flash_attn_fp8.sim.ptx.parse import parse
+from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
+from flash_attn_fp8.sim.trace import Trace
 
 from .arguments import Memory
 from .dsl import patch_dsl
@@ -20,38 +28,76 @@ from .torch_cuda import CudaTensors, patch_torch_cuda, properties
 _ARCHS = {"sm_90a": ((9, 0), 227 * 1024), "sm_100a": ((10, 0), 227 * 1024)}
 
 
-class Device:
-    """The active simulated device: what it is, and where its launches go."""
+# Two launches of one kernel share the program, and so what the machine has decoded of it.
+_program = functools.lru_cache(maxsize=64)(parse)
 
-    def __init__(self, arch: str, sm_count: int, on_launch: Callable[[CapturedLaunch], object]):
+
+class Device:
+    """The active simulated device: what it is, and where its launches go.
+
+    `runs` has, for each launch that was executed, in order, what it did.
+    """
+
+    def __init__(
+        self,
+        arch: str,
+        sm_count: int,
+        machine: Machine,
+        on_launch: Callable[[CapturedLaunch], object] | None,
+    ) -> None:
         self.arch = arch
         self.capability, self.shared_optin = _ARCHS[arch]
         self.sm_count = sm_count
+        self.machine = machine
         self.launches = 0
+        self.runs: list[Run] = []
         self._memory = Memory()
-        self._on_launch = on_launch
+        self._on_launch = on_launch or self.execute
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Global memory that is known to exist now."""
         return self._memory.buffers()
 
     def launched(self, launch: CapturedLaunch) -> None:
-        """Hands a launch to the callback."""
+        """Executes a launch, or hands it to the callback."""
         self.launches += 1
         # The callback computes on the host: its own tensors, if any, are CPU tensors.
         with torch._C.DisableTorchFunction():
             self._on_launch(launch)
 
+    def execute(self, launch: CapturedLaunch) -> Run:
+        """Executes a launch to its end; adds to `runs`. A callback may call it."""
+        try:
+            run = self.machine.launch(_program(launch.ptx), launch.entry, launch)
+        except SimulationError as error:
+            where = f"in launch {self.launches} of the device, {_shape(launch)}"
+            raise type(error)(f"{launch.entry}: {error}\n  {where}") from error
+        self.runs.append(run)
+        return run
+
+
+def _shape(launch: CapturedLaunch) -> str:
+    return f"grid {launch.grid}, block {launch.block}, cluster {launch.cluster}"
+
 
 @contextmanager
 def device(
-    arch: str, on_launch: Callable[[CapturedLaunch], object], sm_count: int = 4
+    arch: str,
+    on_launch: Callable[[CapturedLaunch], object] | None = None,
+    sm_count: int = 4,
+    *,
+    checks: Checks = Checks(),  # noqa: B008
+    schedule: Callable[[], Schedule] = RoundRobin,
+    workers: int = 1,
+    trace: Trace | None = None,
 ) -> Iterator[Device]:
     """Runs CuTe-DSL programs of this process on CPU tensors, as if on one GPU of `arch`.
 
-    Each kernel launch calls `on_launch`, in order, before the launching call returns; an exception
-    it raises comes out of that call. The device has `sm_count` multiprocessors, few on purpose: a
-    persistent kernel then runs several tiles a CTA. Not re-entrant, not for several threads.
+    Each kernel launch is executed before the launching call returns, on a `Machine` with these
+    `checks`, `schedule`, `workers` and `trace`; or `on_launch` is called with it instead. What goes wrong there
+    (a `Finding`, `Unmodelled`, the callback's exception) comes out of the launching call. The device
+    has `sm_count` multiprocessors, few on purpose: a persistent kernel then runs several tiles a
+    CTA. Not re-entrant, not for several threads.
     """
     if arch not in _ARCHS:
         raise ValueError(f"arch is {arch!r}; the simulator knows {', '.join(sorted(_ARCHS))}")
@@ -59,7 +105,8 @@ def device(
         raise ValueError(f"sm_count is {sm_count}; a device has at least 1 multiprocessor")
     if RUNTIME.session is not None:
         raise RuntimeError("`sim.device` is active already; leave it before entering another")
-    simulated = Device(arch, sm_count, on_launch)
+    machine = Machine(arch, checks=checks, schedule=schedule, workers=workers, trace=trace)
+    simulated = Device(arch, sm_count, machine, on_launch)
     with Patches() as patches:
         RUNTIME.session = simulated
         patches.undo(_leave)

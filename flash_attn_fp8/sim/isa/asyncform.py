@@ -10,6 +10,7 @@ from flash_attn_fp8.sim.barriers import Mbarrier
 from flash_attn_fp8.sim.errors import BarrierMisuse, Finding
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.memory import OFFSET_MASK, RANK_SHIFT
+from flash_attn_fp8.sim.ptx.program import Operand
 from flash_attn_fp8.sim.state import Cta, Warp
 
 if TYPE_CHECKING:
@@ -65,11 +66,22 @@ def parse_form(ctx: Context, suffixes: tuple[str, ...], also: frozenset[str]) ->
     )
 
 
+def operands_of(
+    ctx: Context, operands: tuple[Operand, ...], count: int, *, cache_hint: bool
+) -> tuple[Operand, ...]:
+    """The `count` operands before a cache policy, which must be there if `.L2::cache_hint` is."""
+    if len(operands) != count + cache_hint:
+        ctx.fail(f"{len(operands)} operands where {count + cache_hint} are needed")
+    if cache_hint:
+        ctx.row(operands[-1], "b64")  # a hint: its value changes nothing
+    return operands[:count]
+
+
 class SharedOperand:
     """`[a]` in shared memory, 32 bits, the CTA's rank included."""
 
-    def __init__(self, ctx: Context, operand: object) -> None:
-        self._address = AddressOperand(ctx, operand, shared=True)  # type: ignore[arg-type]
+    def __init__(self, ctx: Context, operand: Operand) -> None:
+        self._address = AddressOperand(ctx, operand, shared=True)
 
     def lane(self, warp: Warp, lane: int) -> int:
         return self._address.one(warp, 1 << lane)

@@ -44,7 +44,10 @@ def _by_address(addresses: np.ndarray) -> list[tuple[int, int]]:
 def init(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.init{.shared{::cta}}.b64 [a], count`."""
     _only(ctx, _SHARED | {"b64"})
-    target, count = AddressOperand(ctx, instruction.operands[0]), ValueOperand(ctx, instruction.operands[1], "u32")
+    target, count = (
+        AddressOperand(ctx, instruction.operands[0]),
+        ValueOperand(ctx, instruction.operands[1], "u32"),
+    )
 
     def handler(w: Warp, mask: int) -> None:
         for address, _ in _by_address(target.of(w, w.lanes(mask))):
@@ -119,7 +122,10 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
 def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.expect_tx{.relaxed.scope}{.space}.b64 [a], bytes`."""
     _only(ctx, _SHARED | _SEMANTICS)
-    target, nbytes = AddressOperand(ctx, instruction.operands[0]), ValueOperand(ctx, instruction.operands[1], "u32")
+    target, nbytes = (
+        AddressOperand(ctx, instruction.operands[0]),
+        ValueOperand(ctx, instruction.operands[1], "u32"),
+    )
 
     def handler(w: Warp, mask: int) -> None:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
@@ -132,7 +138,10 @@ def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
 def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.complete_tx{.relaxed.scope}{.space}.b64 [a], bytes`: with no copy behind it."""
     _only(ctx, _SHARED | _SEMANTICS)
-    target, nbytes = AddressOperand(ctx, instruction.operands[0]), ValueOperand(ctx, instruction.operands[1], "u32")
+    target, nbytes = (
+        AddressOperand(ctx, instruction.operands[0]),
+        ValueOperand(ctx, instruction.operands[1], "u32"),
+    )
 
     def handler(w: Warp, mask: int) -> None:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
@@ -204,12 +213,23 @@ def _is_address(operand: Operand) -> bool:
 # ---------------------------------------------------------------------------- CTA and cluster
 
 
-@warp("barrier.sync", "barrier.arrive", "barrier.cta.sync", "barrier.cta.arrive", "bar.sync", "bar.arrive", "bar.cta.sync", "bar.cta.arrive")
+@warp(
+    "barrier.sync",
+    "barrier.arrive",
+    "barrier.cta.sync",
+    "barrier.cta.arrive",
+    "bar.sync",
+    "bar.arrive",
+    "bar.cta.sync",
+    "bar.cta.arrive",
+)
 def cta_barrier(ctx: Context, instruction: Instruction) -> Handler:
     """`barrier{.cta}.{sync,arrive}{.aligned} a{, b}`: b threads meet at barrier a of the CTA."""
     _only(ctx, frozenset(["aligned"]))
     number = ValueOperand(ctx, instruction.operands[0], "u32")
-    threads = ValueOperand(ctx, instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
+    threads = (
+        ValueOperand(ctx, instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
+    )
     waits = "sync" in instruction.parts
 
     def handler(w: Warp, mask: int) -> Wait | Converge | None:
@@ -287,5 +307,3 @@ def cluster_wait(ctx: Context, instruction: Instruction) -> Handler:
         return waiting
 
     return handler
-
-

@@ -82,7 +82,7 @@ def fma_f64(a: float, b: float, c: float) -> float:
     try:
         return float(exact)
     except OverflowError:
-        return math.copysign(math.inf, exact)
+        return math.inf if exact > 0 else -math.inf
 
 
 def fma_f32(a: Any, b: Any, c: Any) -> Any:

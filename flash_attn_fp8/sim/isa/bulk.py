@@ -18,6 +18,7 @@ from flash_attn_fp8.sim.isa.asyncform import (
     SharedOperand,
     Target,
     each_lane,
+    operands_of,
     own_shared,
     parse_form,
     targets,
@@ -159,9 +160,10 @@ def _bind(
         ctx.fail(f"bulk copy from {form.source} to {form.destination} on {form.completion}")
     if form.rest[:1] == ("cp_mask",) or (form.multicast and form.destination == "shared::cta"):
         ctx.fail("this form of bulk copy")
-    operands = instruction.operands
-    if len(operands) != 4 + form.multicast + form.cache_hint or (across and len(operands) != 4):
-        ctx.fail(f"{len(operands)} operands")
+    if across and (form.multicast or form.cache_hint):
+        ctx.fail("this form of bulk copy")
+    count = 4 + form.multicast
+    operands = operands_of(ctx, instruction.operands, count, cache_hint=form.cache_hint)
     destination, mbarrier = SharedOperand(ctx, operands[0]), SharedOperand(ctx, operands[3])
     nbytes = ValueOperand(ctx, operands[2], "u32")
     source = AddressOperand(ctx, operands[1], shared=across)
@@ -191,12 +193,13 @@ def _bind_out(
     size: int,
 ) -> Handler:
     masked = form.rest[:1] == ("cp_mask",)
-    operands = instruction.operands
-    if len(operands) != 3 + form.cache_hint + masked or form.multicast:
+    if form.multicast:
         ctx.fail("this form of bulk copy")
+    given = instruction.operands[: -1 if masked else None]
+    operands = operands_of(ctx, given, 3, cache_hint=form.cache_hint)
     destination, source = AddressOperand(ctx, operands[0]), SharedOperand(ctx, operands[1])
     nbytes = ValueOperand(ctx, operands[2], "u32")
-    byte_mask = ValueOperand(ctx, operands[-1], "b16") if masked else None
+    byte_mask = ValueOperand(ctx, instruction.operands[-1], "b16") if masked else None
 
     def handler(w: Warp, mask: int) -> None:
         for lane in each_lane(mask):
@@ -215,8 +218,8 @@ def prefetch_bulk(ctx: Context, instruction: Instruction) -> Handler:
     hint = ctx.suffixes[2:] == ("L2::cache_hint",)
     if ctx.suffixes[:2] != ("L2", "global") or len(ctx.suffixes) != 2 + hint:
         ctx.fail("this form of prefetch")
-    source = AddressOperand(ctx, instruction.operands[0])
-    nbytes = ValueOperand(ctx, instruction.operands[1], "u32")
+    operands = operands_of(ctx, instruction.operands, 2, cache_hint=hint)
+    source, nbytes = AddressOperand(ctx, operands[0]), ValueOperand(ctx, operands[1], "u32")
 
     def handler(w: Warp, mask: int) -> None:
         for lane in each_lane(mask):

@@ -1,25 +1,31 @@
 """The dispatcher of lane operations: generated from the table, compiled once, cached on disk.
 
 The generated module has a binary search over the operation's number for each group of operations
-(`execute_0`, ... : one lane at a time, any mask) and a loop over a full warp for those that are hot.
+(`group_0`, ...: one lane at a time, any mask) and a loop over a full warp for those that are hot.
 Its file name carries a hash of the text, of every source it calls, of numba's version and the CPU,
 so that numba's own cache beside it is never stale.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import llvmlite.binding
 import numba
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from flash_attn_fp8.sim import decode, numerics
 from flash_attn_fp8.sim.isa import bits, carriers
@@ -203,6 +209,19 @@ def _write_once(path: Path, text: str) -> None:
         pass
     finally:
         os.unlink(file.name)
+
+
+@contextlib.contextmanager
+def lock() -> Iterator[None]:
+    """Keep other processes from compiling; where files cannot be locked, do nothing."""
+    if fcntl is None:
+        yield
+        return
+    path = cache_directory() / "sim" / "lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def load() -> ModuleType:

@@ -93,7 +93,9 @@ def match(ctx: Context, instruction: Instruction) -> Handler:
     target, a, members = instruction.operands
     first = target.first if isinstance(target, Pair) else target
     into = ctx.destination(first, "b32")
-    equal = ctx.destination(target.second, "pred") if isinstance(target, Pair) else ctx.scratch("sink")
+    equal = (
+        ctx.destination(target.second, "pred") if isinstance(target, Pair) else ctx.scratch("sink")
+    )
     source = ctx.row(a, kind)
     if mode not in ("any", "all"):
         ctx.fail(f"mode .{mode}")
@@ -118,7 +120,9 @@ def shuffle(ctx: Context, instruction: Instruction) -> Handler:
     target, a, b, c, members = instruction.operands
     first = target.first if isinstance(target, Pair) else target
     into = ctx.destination(first, "b32")
-    inside = ctx.destination(target.second, "pred") if isinstance(target, Pair) else ctx.scratch("sink")
+    inside = (
+        ctx.destination(target.second, "pred") if isinstance(target, Pair) else ctx.scratch("sink")
+    )
     source, amount, limits = ctx.row(a, "b32"), ctx.row(b, "b32"), ctx.row(c, "b32")
     if mode not in ("up", "down", "bfly", "idx"):
         ctx.fail(f"mode .{mode}")

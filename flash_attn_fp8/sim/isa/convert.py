@@ -125,8 +125,10 @@ def float_to_integer(value: float, mode: int) -> int:
     """Rounded, then clamped to the type; NaN is 0, or of 64 bits or from f64 the top bit alone."""
     kind = (mode >> SELECTOR_SHIFT) & 7
     if value != value:
-        from_f64 = (mode >> (SELECTOR_SHIFT + 3)) & 1
-        return 1 << ((8 << (kind & 3)) - 1) if from_f64 or kind & 3 == 3 else 0
+        if (mode >> (SELECTOR_SHIFT + 3)) & 1 == 0 and kind & 3 != 3:
+            return 0
+        top = 1 << ((8 << (kind & 3)) - 1)
+        return -top if kind & 4 else top
     rounded = integral(value, mode & ROUNDING_MASK)
     if kind == 3:
         if rounded >= 2.0**64:
@@ -398,13 +400,16 @@ def _between_floats(
         ctx.fail("rounding to an integer in another type")
     else:
         known = {**ROUNDINGS, "rna": RNA} if result == "tf32" else dict(ROUNDINGS)
-        narrowing = _PRECISION[result] < _PRECISION[source] or (result, source) == ("bf16", "f16")
-        if not narrowing and set(names).intersection(("relu", "satfinite", *ROUNDINGS)):
-            exact = (result, source) == ("f16", "bf16")
-            if not exact:
-                ctx.fail("a modifier of narrowing conversions")
-            narrowing = True
-        mode |= _rounding(ctx, names, known, narrowing)
+        narrowing = _PRECISION[result] < _PRECISION[source]
+        # Between f16 and bf16 either may lose; there, and from bf16 where nothing is lost, a
+        # rounding may be given or not.
+        halves = {result, source} == {"f16", "bf16"}
+        taken = () if source == "bf16" else tuple(ROUNDINGS)
+        if not narrowing and not halves and set(names).intersection(("relu", "satfinite", *taken)):
+            ctx.fail("a modifier of narrowing conversions")
+        mode |= _rounding(ctx, names, known, narrowing and not halves)
+        if result == "f16":
+            mode &= ~FTZ  # an H200 does not flush a subnormal f32 here, which .rp shows
         if "rna" in names and result != "tf32":
             ctx.fail(".rna is for tf32")
     ctx.emit(f"_float.{result}.{source}", destination, [given], mode)

@@ -9,6 +9,7 @@ import numpy as np
 from flash_attn_fp8.sim.barriers import Wait
 from flash_attn_fp8.sim.errors import Finding, Misaligned
 from flash_attn_fp8.sim.groups import copy_groups
+from flash_attn_fp8.sim.isa.asyncform import operands_of
 from flash_attn_fp8.sim.isa.bulk import group_count
 from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand
 from flash_attn_fp8.sim.isa.table import Handler, warp
@@ -54,7 +55,9 @@ def copy_async(ctx: Context, instruction: Instruction) -> Handler:
     for part in rest[2:]:
         if part not in (*_PREFETCHES, "L2::cache_hint"):
             ctx.fail(f"qualifier .{part}")
-    operands = instruction.operands[: -1 if hint else None]
+    operands = instruction.operands
+    if hint:
+        operands = operands_of(ctx, operands, len(operands) - 1, cache_hint=True)
     if not 3 <= len(operands) <= 4 or not isinstance(operands[2], Immediate):
         ctx.fail("these operands of cp.async")
     size = operands[2].value

@@ -437,7 +437,7 @@ def _is_kind(magnitude: float, least_normal: float, kind: int) -> bool:
     if kind == 3:
         return magnitude != magnitude
     if kind == 4:
-        return least_normal <= magnitude < math.inf
+        return magnitude == 0.0 or least_normal <= magnitude < math.inf
     return 0.0 < magnitude < least_normal
 
 

@@ -20,24 +20,24 @@ _BITS = "b64 b16=b64 b32=b64 pred=b64"
 _S32_MAX, _S32_MIN = 0x7FFF_FFFF, -0x8000_0000
 
 
-@lane("add", f"{_ANY_SIGN} s16x2 u16x2=s16x2", "T T", hot="s32")
+@lane("add", "s16 s64 u16=s16 u32=s32 u64=s64 s16x2 u16x2=s16x2", "T T")
 def add(a: int, b: int) -> int:
     return a + b
 
 
-@lane("sub", f"{_ANY_SIGN} s16x2 u16x2=s16x2", "T T", hot="s32")
+@lane("add", "s32", "T T", modifiers=modifiers("sat"), takes_mode=True, hot="s32")
+def add_s32(a: int, b: int, mode: int) -> int:
+    return max(_S32_MIN, min(a + b, _S32_MAX)) if mode & SAT else a + b
+
+
+@lane("sub", "s16 s64 u16=s16 u32=s32 u64=s64", "T T")
 def sub(a: int, b: int) -> int:
     return a - b
 
 
-@lane("add.sat", "s32", "T T")
-def add_sat(a: int, b: int) -> int:
-    return max(_S32_MIN, min(a + b, _S32_MAX))
-
-
-@lane("sub.sat", "s32", "T T")
-def sub_sat(a: int, b: int) -> int:
-    return max(_S32_MIN, min(a - b, _S32_MAX))
+@lane("sub", "s32", "T T", modifiers=modifiers("sat"), takes_mode=True, hot="s32")
+def sub_s32(a: int, b: int, mode: int) -> int:
+    return max(_S32_MIN, min(a - b, _S32_MAX)) if mode & SAT else a - b
 
 
 @lane("mul.lo", _ANY_SIGN, "T T", hot="s32")
@@ -167,7 +167,7 @@ def sad(a: int, b: int, c: int) -> int:
 @lane("div", _SIGNED, "T T")
 def div_signed(a: int, b: int) -> int:
     if b == 0:
-        return -1  # the manual leaves it open; all ones, as the hardware's routine gives for s32
+        return -1  # the manual leaves it open; all ones is what an H200 gives, here and in rem
     if b == -1:
         return -a  # of the least number, which wraps
     quotient = a // b
@@ -177,7 +177,7 @@ def div_signed(a: int, b: int) -> int:
 @lane("rem", _SIGNED, "T T")
 def rem_signed(a: int, b: int) -> int:
     if b == 0:
-        return a
+        return -1
     return 0 if b == -1 else a - div_signed(a, b) * b
 
 
@@ -188,7 +188,7 @@ def div_unsigned(a: int, b: int) -> int:
 
 @lane("rem", "u16 u32", "T T")
 def rem_unsigned(a: int, b: int) -> int:
-    return a if b == 0 else a % b
+    return -1 if b == 0 else a % b
 
 
 @lane("div", "u64", "T T")
@@ -198,7 +198,7 @@ def div_u64(a: int, b: int) -> int:
 
 @lane("rem", "u64", "T T")
 def rem_u64(a: int, b: int) -> int:
-    return a if b == 0 else a % b
+    return unsigned(-1) if b == 0 else a % b
 
 
 @lane("abs", _SIGNED, "T")
@@ -211,14 +211,16 @@ def neg(a: int) -> int:
     return -a
 
 
-@lane("min", "s16 s64 s16x2", "T T", modifiers=modifiers("relu"), takes_mode=True)
+@lane("min", "s16 s64", "T T", takes_mode=True)
+@lane("min", "s16x2", "T T", modifiers=modifiers("relu"), takes_mode=True)
 @lane("min", "s32", "T T", modifiers=modifiers("relu"), takes_mode=True, hot="s32")
 def min_signed(a: int, b: int, mode: int) -> int:
     least = a if a < b else b
     return 0 if mode & RELU and least < 0 else least
 
 
-@lane("max", "s16 s64 s16x2", "T T", modifiers=modifiers("relu"), takes_mode=True)
+@lane("max", "s16 s64", "T T", takes_mode=True)
+@lane("max", "s16x2", "T T", modifiers=modifiers("relu"), takes_mode=True)
 @lane("max", "s32", "T T", modifiers=modifiers("relu"), takes_mode=True, hot="s32")
 def max_signed(a: int, b: int, mode: int) -> int:
     most = a if a > b else b
@@ -500,7 +502,8 @@ def szext_s32(a: int, length: int, mode: int) -> int:
 @lane("fns", "b32", "T u32 s32", result="u32")
 def fns(mask: int, base: int, offset: int) -> int:
     """The place of the offset-th set bit from `base` up (down where negative), 0: at or none."""
-    base &= 31
+    if base >= 32:
+        return 0xFFFFFFFF
     if offset == 0:
         return base if (mask >> base) & 1 else 0xFFFFFFFF
     step, left = (1 if offset > 0 else -1), (offset if offset > 0 else -offset)

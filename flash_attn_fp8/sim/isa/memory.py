@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds
+from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds, Unmodelled
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.isa.table import WIDTH, Handler, warp
 from flash_attn_fp8.sim.memory import (
@@ -109,7 +109,9 @@ def _by_space(space: str, addresses: np.ndarray):  # type: ignore[no-untyped-def
         yield _WINDOWS[window], windows == window
 
 
-def _read_one(w: Warp, space: str, addresses: np.ndarray, unit: int, lanes: np.ndarray) -> np.ndarray:
+def _read_one(
+    w: Warp, space: str, addresses: np.ndarray, unit: int, lanes: np.ndarray
+) -> np.ndarray:
     counters = w.cta.counters
     counters[f"{space} bytes read"] += addresses.size * unit
     if space == "global":
@@ -274,7 +276,11 @@ def _packer(
     if kind is not None and WIDTH[kind] == 8:
         kind = None  # bytes live in wider registers
     elements = operand.elements if hasattr(operand, "elements") else (operand,)
-    rows = [r for e in elements for r in (ctx.rows(e) if form.type == "b128" else [_source(ctx, e, kind)])]
+    rows = [
+        r
+        for e in elements
+        for r in (ctx.rows(e) if form.type == "b128" else [_source(ctx, e, kind)])
+    ]
     wanted = form.elements * (2 if form.type == "b128" else 1)
     if len(rows) != wanted:
         ctx.fail(f"{len(rows)} sources for {form.elements} x .{form.type}")
@@ -321,7 +327,11 @@ def _atomic_operation(ctx: Context, name: str, kind: str) -> Callable[[int, int]
     if kind == "f32":
         known = {"add": _f32(lambda x, y: np.float32(x + y))}
     elif kind[0] == "s":
-        known = {"min": _signed(min, bits), "max": _signed(max, bits), "add": lambda a, b: (a + b) % modulus}
+        known = {
+            "min": _signed(min, bits),
+            "max": _signed(max, bits),
+            "add": lambda a, b: (a + b) % modulus,
+        }
     else:
         known = {
             "add": lambda a, b: (a + b) % modulus,
@@ -336,7 +346,9 @@ def _atomic_operation(ctx: Context, name: str, kind: str) -> Callable[[int, int]
     return known[name]
 
 
-_ATOMICS = frozenset("add min max and or xor exch cas inc dec noftz".split())
+_ATOMICS = frozenset(
+    ["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz"]
+)
 
 
 @warp("atom", "red")
@@ -361,6 +373,8 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = target.of(w, lanes)
+        if w.cluster.memory.processes and form.space != "shared":
+            raise Unmodelled("atomics on global memory between processes: use workers=1")
         _synchronise(w, form.space, addresses)
         for i in range(lanes.size):
             lane, address = lanes[i : i + 1], addresses[i : i + 1]
@@ -502,6 +516,8 @@ def store_async(ctx: Context, instruction: Instruction) -> Handler:
                 np.array([address & OFFSET_MASK]), values, access
             )
             nbytes, who = values.size, w.name
-            w.cluster.pending.add(lambda m=mbarrier, e=epoch, n=nbytes, s=who: m.complete_tx(n, e, s))
+            w.cluster.pending.add(
+                lambda m=mbarrier, e=epoch, n=nbytes, s=who: m.complete_tx(n, e, s)
+            )
 
     return handler

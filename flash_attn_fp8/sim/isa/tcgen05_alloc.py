@@ -7,6 +7,7 @@ second has come; both CTAs then get, or free, the same columns.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -131,8 +132,7 @@ def _meet(
             del open_meetings[operation]
         warp.token = meeting
     else:
-        assert isinstance(warp.token, Meeting)
-        meeting = warp.token
+        meeting = cast("Meeting", warp.token)
     if meeting.complete or (len(meeting.arrived) == len(members) and warp is meeting.arrived[-1]):
         return meeting, None
     return meeting, Wait(

@@ -15,7 +15,6 @@ import numpy as np
 from flash_attn_fp8.sim.errors import OutOfBounds, TensorMemoryMisuse
 from flash_attn_fp8.sim.isa.tcgen05_alloc import group
 from flash_attn_fp8.sim.matrix import FORMATS, decode_shared_sm100, read_shared
-from flash_attn_fp8.sim.memory import TMEM_LANES
 from flash_attn_fp8.sim.order import Access
 from flash_attn_fp8.sim.state import Warp
 
@@ -183,7 +182,6 @@ def copy(warp: Warp, ctas: int, shape: CopyShape, address: int, descriptor: int)
         for first in shape.lanes:
             cta.tensor.write(first, column, words, access)
         cta.counters["tensor memory bytes copied"] += words.nbytes
-    assert shape.rows * len(shape.lanes) == TMEM_LANES
 
 
 def mma_access(warp: Warp) -> Access:

@@ -23,6 +23,7 @@ from flash_attn_fp8.sim.isa.asyncform import (
     SharedOperand,
     Target,
     each_lane,
+    operands_of,
     own_shared,
     parse_form,
     signed32,
@@ -192,9 +193,8 @@ def copy_tensor(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail(f"copy from {form.source} to {form.destination} on {form.completion}")
     if form.load_mode == "tile::scatter4" or (form.multicast and form.destination == "shared::cta"):
         ctx.fail("this form of tensor copy")
-    operands = instruction.operands
-    if len(operands) != 3 + form.multicast + form.cache_hint:
-        ctx.fail(f"{len(operands)} operands")
+    count = 3 + form.multicast
+    operands = operands_of(ctx, instruction.operands, count, cache_hint=form.cache_hint)
     destination = SharedOperand(ctx, operands[0])
     tensor = _TensorOperand(ctx, operands[1], rank, form.load_mode)
     mbarrier = SharedOperand(ctx, operands[2])
@@ -225,9 +225,7 @@ def _bind_store(
         ctx.fail(f"copy from {form.source} to {form.destination} on {form.completion}")
     if form.load_mode == "tile::gather4" or form.multicast or form.cta_group != 1:
         ctx.fail("this form of tensor copy")
-    operands = instruction.operands
-    if len(operands) != 2 + form.cache_hint:
-        ctx.fail(f"{len(operands)} operands")
+    operands = operands_of(ctx, instruction.operands, 2, cache_hint=form.cache_hint)
     tensor = _TensorOperand(ctx, operands[0], rank, form.load_mode)
     source = SharedOperand(ctx, operands[1])
 
@@ -246,11 +244,10 @@ def prefetch_tensor(ctx: Context, instruction: Instruction) -> Handler:
     modes = [part for part in suffixes if part.startswith(("tile", "im2col"))]
     hint = "L2::cache_hint" in suffixes
     known = {"L2", "global", "L2::cache_hint", "tile", "tile::gather4"}
-    operands = len(instruction.operands)
-    if dim not in _DIMENSIONS or not set(suffixes) <= known or operands != 1 + hint:
+    if dim not in _DIMENSIONS or not set(suffixes) <= known:
         ctx.fail("this form of tensor prefetch")
-    mode = modes[0] if modes else "tile"
-    tensor = _TensorOperand(ctx, instruction.operands[0], _DIMENSIONS[dim], mode)
+    (operand,) = operands_of(ctx, instruction.operands, 1, cache_hint=hint)
+    tensor = _TensorOperand(ctx, operand, _DIMENSIONS[dim], modes[0] if modes else "tile")
 
     def handler(w: Warp, mask: int) -> None:
         for lane in each_lane(mask):

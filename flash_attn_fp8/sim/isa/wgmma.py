@@ -6,8 +6,8 @@ buffer for all: `wait_group` therefore waits until all four have committed as ma
 observes the reads of all four.
 
 Until a `wait_group` the accumulators in registers are `POISON`, and the sums lie beside them; so
-a kernel that reads them early computes NaN, and one that writes them is reported. Where an
-instruction that uses them stands right behind, before any wait or branch, it is reported too.
+a kernel that reads them early computes NaN, and one that writes them is reported. Where the text
+goes on to an instruction that uses them, without a wait in between, that is reported too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flash_attn_fp8.sim.matrix import (
 )
 from flash_attn_fp8.sim.order import Access
 from flash_attn_fp8.sim.ptx.program import Immediate, Instruction, Operand, Register, Vector
-from flash_attn_fp8.sim.state import ALL_LANES, Converge, Warp
+from flash_attn_fp8.sim.state import ALL_LANES, Converge, Cta, Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
@@ -52,14 +52,18 @@ class InFlight:
 
 @dataclass
 class WarpState:
-    """What one warp has started: by accumulator registers, and what those held when completed."""
+    """What one warp has started, by accumulator registers.
+
+    `fenced` are all registers at the last `wgmma.fence`, `retired` the count of fences when
+    registers got their sums.
+    """
 
     flying: dict[tuple[int, ...], InFlight] = field(default_factory=dict)
-    retired: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    retired: dict[tuple[int, ...], int] = field(default_factory=dict)
     groups: list[int] = field(default_factory=list)  # last operation of each committed group
     started: int = 0
-    ever_fenced: bool = False
-    fenced: bool = False  # since the last wait
+    fences: int = 0
+    fenced: np.ndarray | None = None
 
 
 @dataclass
@@ -72,11 +76,10 @@ class Warpgroup:
 
 def warpgroup(w: Warp) -> Warpgroup:
     """The warpgroup of a warp."""
-    groups = w.cta.warpgroups
+    groups: dict[int, Warpgroup] = w.cta.warpgroups
     found = groups.get(w.index // _WARPS)
     if found is None:
         found = groups[w.index // _WARPS] = Warpgroup()
-    assert isinstance(found, Warpgroup)
     return found
 
 
@@ -112,12 +115,11 @@ def mma_async(
 ) -> None:
     """D = A·B (+ D) of this warp's rows. `a`: four register rows, or a descriptor."""
     own = state(w)
-    if not own.ever_fenced:
-        raise Race(f"{w.name}: wgmma.mma_async without any wgmma.fence before it")
     own.started += 1
     access = w.async_access(_actor(w), own.started, in_order=True)
     rows = tuple(d)
-    _check_registers(w, rows, a)
+    _check_in_flight(w, rows, a)
+    _check_fenced(w, rows, a, accumulate)
     old = _accumulators(w, form, rows) if accumulate else None
     left, right = _operands(w, form, a, b, access)
     if form.a.aligned_on_hopper:
@@ -150,7 +152,7 @@ def _actor(w: Warp) -> int:
     return w.own_actor("wgmma", "the wgmma operations")
 
 
-def _check_registers(w: Warp, d: tuple[int, ...], a: list[int] | int) -> None:
+def _check_in_flight(w: Warp, d: tuple[int, ...], a: list[int] | int) -> None:
     """Other operations in flight must not concern these registers."""
     sources = set() if isinstance(a, int) else set(a)
     for rows in state(w).flying:
@@ -158,23 +160,31 @@ def _check_registers(w: Warp, d: tuple[int, ...], a: list[int] | int) -> None:
             raise Race(f"{w.name}: wgmma uses registers of an earlier wgmma that is in flight")
 
 
+def _check_fenced(w: Warp, d: tuple[int, ...], a: list[int] | int, accumulate: bool) -> None:
+    """What the warp did to these registers must come before a `wgmma.fence`.
+
+    A write shows, as a changed value. A read does not; sums that have arrived are taken to be read
+    before an operation that does not add to them begins.
+    """
+    own = state(w)
+    if own.fenced is None:
+        raise Race(f"{w.name}: wgmma.mma_async without any wgmma.fence before it")
+    if d not in own.flying and not accumulate and own.retired.get(d) == own.fences:
+        raise Race(f"{w.name}: accumulators begin anew without a wgmma.fence since the last wait")
+    used = [] if isinstance(a, int) else list(a)
+    if accumulate and d not in own.flying:
+        used += d
+    if not np.array_equal(w.registers[used], own.fenced[used]):
+        raise Race(f"{w.name}: registers of this wgmma were written since the last wgmma.fence")
+
+
 def _accumulators(w: Warp, form: WgmmaForm, rows: tuple[int, ...]) -> np.ndarray:
     """What the accumulators hold, in flight or in registers."""
-    own = state(w)
-    flying = own.flying.get(rows)
-    registers = list(rows)
+    flying = state(w).flying.get(rows)
     if flying is not None:
         _check_poison(w, rows)
-        w.registers[registers] = flying.words
-    elif (
-        rows in own.retired
-        and not own.fenced
-        and not np.array_equal(w.registers[registers], own.retired[rows])
-    ):
-        raise Race(
-            f"{w.name}: accumulators were written since wgmma.wait_group without a wgmma.fence"
-        )
-    return read_accumulator(w, registers, form.n, form.d)
+        w.registers[list(rows)] = flying.words
+    return read_accumulator(w, list(rows), form.n, form.d)
 
 
 def _check_poison(w: Warp, rows: tuple[int, ...]) -> None:
@@ -188,7 +198,8 @@ def _check_poison(w: Warp, rows: tuple[int, ...]) -> None:
 def fence(w: Warp) -> None:
     """`wgmma.fence`: registers are as the warp left them."""
     own = state(w)
-    own.ever_fenced = own.fenced = True
+    own.fences += 1
+    own.fenced = w.registers.copy()
 
 
 def commit_group(w: Warp) -> None:
@@ -204,7 +215,6 @@ def wait_group(w: Warp, pending: int) -> Wait | None:
     """`wgmma.wait_group`: all but the last `pending` groups of the warpgroup are complete."""
     group, own = warpgroup(w), state(w)
     wanted = len(own.groups) - pending
-    own.fenced = False
     if wanted <= 0:
         return None
     base = w.index // _WARPS * _WARPS
@@ -237,8 +247,22 @@ def _land(w: Warp, own: WarpState, epoch: int) -> None:
         if flying.epoch <= epoch:
             _check_poison(w, rows)
             w.registers[list(rows)] = flying.words
-            own.retired[rows] = flying.words
+            if own.fenced is not None:
+                own.fenced[list(rows)] = flying.words
+            own.retired[rows] = own.fences
             del own.flying[rows]
+
+
+def check_end(cta: Cta) -> None:
+    """A kernel that ends waits for what it started."""
+    groups: dict[int, Warpgroup] = cta.warpgroups
+    for index, group in groups.items():
+        for within, own in enumerate(group.states):
+            if own.flying:
+                raise Race(
+                    f"{cta.name} exits while sums of wgmma are in flight in warp "
+                    f"{index * _WARPS + within}: {len(own.groups)} groups are committed"
+                )
 
 
 # --------------------------------------------------------------------------------- binders
@@ -313,7 +337,7 @@ def bind_mma_async(ctx: Context, instruction: Instruction) -> Handler:
     if a_rows is not None and len(a_rows) != 4:
         ctx.fail(f"{len(a_rows)} registers of A, not 4")
     form = _with_immediates(ctx, form, operands[4:], a_rows is not None)
-    a_descriptor = None if a_rows is not None else ValueOperand(ctx, operands[1], "b64")
+    a = a_rows if a_rows is not None else ValueOperand(ctx, operands[1], "b64")
     b = ValueOperand(ctx, operands[2], "b64")
     enable = ValueOperand(ctx, operands[3], "pred")
     early = _early_use(ctx, instruction)
@@ -323,23 +347,21 @@ def bind_mma_async(ctx: Context, instruction: Instruction) -> Handler:
         if missing is None:
             if early is not None:
                 raise Race(early)
-            a = a_rows if a_descriptor is None else a_descriptor.one(w, mask)
-            assert a is not None
-            mma_async(w, form, d, a, b.one(w, mask), bool(enable.one(w, mask)))
+            left = a if isinstance(a, list) else a.one(w, mask)
+            mma_async(w, form, d, left, b.one(w, mask), bool(enable.one(w, mask)))
         return missing
 
     return handler
 
 
 def _early_use(ctx: Context, instruction: Instruction) -> str | None:
-    """An instruction that uses the accumulators before any wait, branch or label."""
+    """An instruction that uses the accumulators before any wait, where no branch is taken."""
     entry = ctx.entry
     accumulators = _registers(instruction.operands[:1])
-    labels = set(entry.labels.values())
     here = next(i for i, one in enumerate(entry.instructions) if one is instruction)
     for index in range(here + 1, len(entry.instructions)):
         later = entry.instructions[index]
-        if index in labels or later.parts[0] in ("bra", "brx", "ret", "exit"):
+        if later.parts[0] in ("bra", "brx", "ret", "exit") and later.guard is None:
             return None
         if later.parts[0] == "wgmma":
             if later.parts[1] == "wait_group":

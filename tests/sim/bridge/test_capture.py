@@ -69,8 +69,9 @@ def test_launch_is_captured(route):
     assert struct.unpack("<f", launch.params[3]) == (2.5,)
     assert [x.name.split()[0] for x in launch.buffers[:3]] == ["a", "b", "c"]
     assert [(x.address, x.nbytes) for x in launch.buffers[:3]] == [(p, COUNT * 4) for p in pointers]
-    # Global memory, not generic: the tensors passed for CUDA's.
-    assert "st.global" in launch.ptx
+    # The kernel's name holds its tensors' memory space: they passed for CUDA's.
+    assert launch.entry.count("gmem") == 3
+    assert "generic" not in launch.entry
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -1,6 +1,10 @@
 """What `sim.device` refuses, what it pretends, and that it leaves nothing behind."""
 
+import ctypes
+import functools
 import os
+import sys
+import types
 import warnings
 
 import cutlass.base_dsl.compiler as dsl_compiler
@@ -144,6 +148,70 @@ def test_a_simulated_function_is_not_exported(tmp_path):
         program = cute.compile(programs.fill_twice, from_dlpack(b), from_dlpack(b))
         with pytest.raises(RuntimeError, match="holds addresses of this process"):
             program.export_to_c(str(tmp_path), "program")
+
+
+def test_an_image_whose_compilation_was_not_seen_is_refused(monkeypatch):
+    b = torch.zeros(32)
+    with sim.device("sm_100a", ignore):
+        program = cute.compile(programs.fill_twice, from_dlpack(b), from_dlpack(b))
+        monkeypatch.setattr(runtime.RUNTIME, "_images", {})
+        with pytest.raises(runtime.StandInError, match="whose compilation was not seen"):
+            program(from_dlpack(b), from_dlpack(b))
+
+
+def test_the_first_error_is_kept_and_nothing_runs_after_it():
+    own = runtime.Runtime()
+    own.session = object()
+    out = ctypes.c_int32(7)
+    assert own._make_thunk("_cudaSetDevice")(1) == runtime.LAUNCH_FAILED
+    assert own._make_thunk("_cudaGetDevice")(ctypes.addressof(out)) == runtime.LAUNCH_FAILED
+    assert out.value == 7
+    assert "device 1 is selected" in str(own.take_pending())
+    assert own._make_thunk("_cudaGetDevice")(ctypes.addressof(out)) == runtime.SUCCESS
+    assert out.value == 0
+
+
+class _CompileCache:
+    def __init__(self):
+        self.cache = {}
+
+
+def test_caches_of_compiled_functions_are_a_devices_own(monkeypatch):
+    """flash-attn-4's keys hold neither the number of SMs nor that the device is simulated."""
+
+    def compile():
+        return compile.compile_cache.cache
+
+    library = types.ModuleType("flash_attn.cute.pretended")
+    library.compile, compile.compile_cache = compile, _CompileCache()
+    library.memo = functools.lru_cache(lambda: torch.cuda.is_available())
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    real = compile()
+    assert library.memo() is False
+    found = {}
+    for visit, (arch, sm_count) in enumerate([("sm_100a", 2), ("sm_100a", 3), ("sm_90a", 2)] * 2):
+        with sim.device(arch, ignore, sm_count=sm_count):
+            assert library.memo() is True
+            assert compile() is not real
+            assert compile().setdefault("code", visit) == visit % 3
+            found[arch, sm_count] = compile()
+    assert compile() is real
+    assert real == {}
+    assert len({id(cache) for cache in found.values()}) == 3
+    assert library.memo() is False
+
+
+def test_caches_that_were_made_inside_are_emptied(monkeypatch):
+    def compile():
+        pass
+
+    compile.compile_cache = _CompileCache()
+    with sim.device("sm_100a", ignore):
+        library = types.ModuleType("flash_attn.cute.imported_inside")
+        library.compile = compile
+        monkeypatch.setitem(sys.modules, library.__name__, library)
+        compile.compile_cache.cache["key"] = "simulated code"
+    assert compile.compile_cache.cache == {}
 
 
 def test_torch_sees_a_device():

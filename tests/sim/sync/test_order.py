@@ -180,7 +180,12 @@ def test_expecting_no_bytes_is_a_race() -> None:
     machine = Machine(schedule=lambda: Adversarial(0))
     with pytest.raises((Race, Uninitialised)):
         expect = EXPECT.replace("16;", "0;")
-        run(_text([expect, COPY_IN], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2, machine=machine)
+        run(
+            _text([expect, COPY_IN], [wait(10), LOAD], None),
+            aligned((64,), "u4"),
+            warps=2,
+            machine=machine,
+        )
 
 
 def test_a_deadlock_names_waiter_barrier_and_what_is_missing() -> None:

@@ -89,13 +89,12 @@ PAIRS = [(a, a) for a in KINDS] + [("e4m3", "e5m2"), ("e5m2", "e4m3"), ("s8", "u
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(PAIRS), shapes(), places(), places(), st.booleans(), st.booleans(),
-    st.booleans(), st.booleans(), st.integers(0, 1 << 30),
+    st.sampled_from(PAIRS), shapes(), st.tuples(places(), places()),
+    st.tuples(st.booleans(), st.booleans()), st.booleans(), st.booleans(), st.integers(0, 1 << 30),
 )  # fmt: skip
-def test_product_is_the_sum_over_k(
-    types, shape, place_a, place_b, mn_a, mn_b, accumulate, a_in_lanes, seed
-):
+def test_product_is_the_sum_over_k(types, shape, where, majors, accumulate, a_in_lanes, seed):
     """Both majors, all swizzles, any strides; A from both memories; D where the manual puts it."""
+    (place_a, place_b), (mn_a, mn_b) = where, majors
     (a, b), (ctas, m, n) = types, shape
     kind = KINDS[a]
     if kind == "i8" and ((n > 32 and n % 16) or (ctas == 2 and n % 32)):

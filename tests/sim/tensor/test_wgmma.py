@@ -13,6 +13,7 @@ from flash_attn_fp8.sim.errors import Race, Unmodelled
 from flash_attn_fp8.sim.isa.wgmma import (
     POISON,
     WgmmaForm,
+    check_end,
     commit_group,
     fence,
     mma_async,
@@ -64,12 +65,13 @@ def complete(cta: Cta) -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(["f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8"]),
-    st.sampled_from([8, 16, 24, 32, 64, 128, 256]), places(), places(), st.booleans(),
-    st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 1 << 30),
+    st.sampled_from([8, 16, 24, 32, 64, 128, 256]), st.tuples(places(), places()),
+    st.tuples(st.booleans(), st.booleans()), st.tuples(*[st.booleans()] * 3),
+    st.integers(0, 1 << 30),
 )  # fmt: skip
-def test_product_is_the_sum_over_k(
-    kind, n, place_a, place_b, mn_a, mn_b, in_registers, accumulate, negate, seed
-):
+def test_product_is_the_sum_over_k(kind, n, where, majors, options, seed):
+    (place_a, place_b), (mn_a, mn_b) = where, majors
+    in_registers, accumulate, negate = options
     size, k = SIZES[kind], 32 // SIZES[kind]
     if size != 2:
         mn_a = mn_b = False
@@ -193,6 +195,7 @@ def issue(w: Warp, accumulate: bool = True, a: list[int] | int = WHERE) -> None:
 
 def test_the_first_wgmma_needs_a_fence():
     cta = cluster().ctas[0]
+    fill_shared(cta, np.zeros(100_000, np.uint8))
     with pytest.raises(Race, match=r"without any wgmma\.fence"):
         issue(cta.warps[0])
 
@@ -231,18 +234,47 @@ def test_accumulators_written_in_flight_are_reported():
         issue(w)
 
 
-def test_accumulators_written_after_the_wait_need_a_fence():
+def test_registers_written_since_the_fence_are_reported():
+    """Accumulators that are added to, and A; not what `scale-d` discards."""
     cta = ready()
     for w in cta.warps:
         issue(w)
     complete(cta)
-    first, second = cta.warps[:2]
-    issue(first)  # untouched
-    second.registers[1, 1] = 5
-    with pytest.raises(Race, match=r"without a wgmma\.fence"):
-        issue(second)
-    fence(second)
-    issue(second)
+    untouched, added_to, operand = cta.warps[:3]
+    issue(untouched)
+    added_to.registers[1, 1] = 5
+    with pytest.raises(Race, match=r"written since the last wgmma\.fence"):
+        issue(added_to)
+    fence(added_to)
+    issue(added_to)
+    operand.registers[10] = 1
+    with pytest.raises(Race, match=r"written since the last wgmma\.fence"):
+        issue(operand, a=[8, 9, 10, 11])
+    fence(operand)
+    issue(operand, a=[8, 9, 10, 11])
+    assert (operand.registers[ROWS] == POISON).all()
+
+
+def test_accumulators_that_begin_anew_need_a_fence_since_the_wait():
+    cta = ready()
+    for w in cta.warps:
+        issue(w, accumulate=False)
+        commit_group(w)
+    w = cta.warps[0]
+    wait_group(w, 0)
+    with pytest.raises(Race, match="begin anew without"):
+        issue(w, accumulate=False)
+    fence(w)
+    issue(w, accumulate=False)
+    assert (w.registers[ROWS] == POISON).all()
+
+
+def test_a_kernel_waits_for_what_it_started():
+    cta = ready()
+    check_end(cta)
+    issue(cta.warps[2])
+    with pytest.raises(Race, match="in flight in warp 2: 0 groups are committed"):
+        check_end(cta)
 
 
 def test_accumulators_in_flight_are_no_operands_of_another():

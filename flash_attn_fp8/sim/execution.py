@@ -1,0 +1,172 @@
+"""One cluster's execution: which warp runs, what it waits for, and when nobody can go on."""
+
+from __future__ import annotations
+
+from flash_attn_fp8.sim import engine
+from flash_attn_fp8.sim.barriers import Wait
+from flash_attn_fp8.sim.errors import (
+    Deadlock,
+    InstructionLimit,
+    SimulationError,
+    TensorMemoryMisuse,
+)
+from flash_attn_fp8.sim.isa import wgmma
+from flash_attn_fp8.sim.state import Cluster, Converge, Warp
+from flash_attn_fp8.sim.trace import Trace
+
+
+def _where(warp: Warp, pc: int) -> str:
+    instruction = warp.code.instruction(pc)
+    if instruction is None:
+        return "its end"
+    return f"PTX line {instruction.line}: {instruction.text.strip()}"
+
+
+_POLLS_PER_WARP = 1000  # without any change; then it is a deadlock of warps that poll
+
+
+class Execution:
+    """Runs one cluster to its end, or to the first finding."""
+
+    def __init__(self, cluster: Cluster, trace: Trace | None) -> None:
+        self.cluster = cluster
+        self.warps = [warp for cta in cluster.ctas for warp in cta.warps]
+        self.schedule = cluster.pending.schedule
+        self.trace = trace
+        self.progress = 0  # visible operations that changed something
+        self.polls = 0  # operations since then that only looked
+
+    def run(self) -> None:
+        live = list(self.warps)
+        stalled_at = -1
+        while live:
+            runnable = [w for w in live if w.runnable]
+            if self.polls > _POLLS_PER_WARP * len(live) and not self.cluster.pending.deliver_next():
+                raise Deadlock(self._deadlock_report(live))
+            if runnable:
+                self._run_warp(self.schedule.pick(runnable))
+                live = [w for w in live if not w.exited]
+                continue
+            if self.cluster.pending.deliver_next():
+                continue
+            # `try_wait` may give up; if that changes nothing, nothing will.
+            if stalled_at == self.progress or not self._time_out(live):
+                raise Deadlock(self._deadlock_report(live))
+            stalled_at = self.progress
+        while self.cluster.pending.deliver_next():
+            pass
+        self._check_end()
+
+    def _run_warp(self, warp: Warp) -> None:
+        micro = warp.code.micro
+        self._recheck_waits(warp)
+        advance = 0
+        while True:
+            stop = engine.run(
+                micro,
+                warp.registers,
+                warp.pcs,
+                warp.held,
+                advance,
+                warp.counts,
+                warp.instructions_left,
+            )
+            advance = 0
+            warp.instructions_left -= stop.executed
+            if stop.status == engine.TRAPPED:
+                pc, mask = stop.pc, warp.join_converging(stop.pc, stop.mask)
+                warp.pc = pc
+                try:
+                    result = self._handle(warp, pc, mask)
+                except SimulationError as e:
+                    raise self._located(e, warp, pc) from e
+                if result is None:
+                    pending = self.cluster.pending
+                    pending.deliver(pending.now + 1)
+                    if self._gives_way(warp):
+                        warp.step_past(mask)
+                        return
+                    advance = mask
+                elif isinstance(result, Converge):
+                    warp.hold_converging(pc, mask, result.required)
+                else:
+                    warp.hold_waiting(mask, result)
+                    warp.cta.waits[warp.index, result.name] += 1
+            elif stop.status == engine.DONE:
+                warp.exited = True
+                self.progress += 1
+                return
+            elif stop.status == engine.HELD:
+                if not warp.release_converged():
+                    warp.runnable = False
+                    return
+            else:
+                raise InstructionLimit(f"{warp.name} of {warp.cta.name} reached the limit")
+
+    def _gives_way(self, warp: Warp) -> bool:
+        """Whether another warp runs next; counts what has changed something."""
+        if warp.polled:
+            warp.polled = False
+            self.polls += 1
+            return True
+        self.progress += 1
+        self.polls = 0
+        return self.schedule.switches()
+
+    def _handle(self, warp: Warp, pc: int, mask: int) -> Wait | Converge | None:
+        handler = warp.code.handlers[pc]
+        if self.trace is None:
+            return handler(warp, mask)
+        now = warp.clocks.time + warp.uncounted()
+        warp.clocks.time = now
+        result = handler(warp, mask)
+        if warp.clocks.time > now:
+            self.trace.waited(warp, now, warp.clocks.time, warp.code.instruction(pc).text)
+        else:
+            self.trace.ran(warp, now)
+        return result
+
+    def _recheck_waits(self, warp: Warp) -> None:
+        waits, warp.waits = warp.waits, []
+        for mask, wait in waits:
+            if warp.timed_out or wait.ready():
+                warp.held &= ~mask
+            else:
+                warp.hold_waiting(mask, wait)
+
+    def _time_out(self, live: list[Warp]) -> bool:
+        gave_up = [w for w in live if any(wait.can_time_out for _, wait in w.waits)]
+        for warp in gave_up:
+            warp.timed_out = True
+            warp.wake()
+        return bool(gave_up)
+
+    def _located(self, e: SimulationError, warp: Warp, pc: int) -> SimulationError:
+        where = f"{warp.cta.name} {warp.name}, {_where(warp, pc)}"
+        located = type(e)(f"{e}\n  at {where}\n  schedule: {self.schedule.name}")
+        return located
+
+    def _deadlock_report(self, live: list[Warp]) -> str:
+        lines = [f"{len(live)} of {len(self.warps)} warps wait for ever:"]
+        for warp in live:
+            if warp.runnable:
+                lines.append(f"  {warp.cta.name} {warp.name} polls at {_where(warp, warp.pc)}")
+            for _, wait in warp.waits:
+                lines.append(f"  {warp.cta.name} {warp.name} waits: {wait.describe()}")
+                lines.append(f"    at {_where(warp, warp.pc)}")
+            for pc, (mask, required) in warp.converging.items():
+                lines.append(
+                    f"  {warp.cta.name} {warp.name} lanes {mask:#010x} wait for lanes "
+                    f"{required & ~mask:#010x} at {_where(warp, pc)}"
+                )
+        lines.append(f"  schedule: {self.schedule.name}")
+        return "\n".join(lines)
+
+    def _check_end(self) -> None:
+        for cta in self.cluster.ctas:
+            wgmma.check_end(cta)
+            if cta.tensor.allocated.any():
+                columns = int(cta.tensor.allocated.sum())
+                raise TensorMemoryMisuse(
+                    f"{cta.name} exits with {columns} columns of {cta.tensor.name} allocated"
+                )

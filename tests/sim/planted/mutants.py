@@ -25,12 +25,13 @@ CLASSES = {
     "dealloc": r"tcgen05\.dealloc\b",
 }
 _STATEMENT = re.compile(r"^(\s*)(?:@!?%?[\w$]+\s+)?([a-z][\w.:]*)\s*([^;]*);")
+_PARITY_WAIT = re.compile(r"^(\s*mbarrier\.\w+\.parity[^,]*,[^,]*,\s*)(%[\w$]+)(\s*[,;].*)$")
 _WAIT_RESULT = re.compile(r"\s*(%?[\w$]+)\s*,")
 
 
 @dataclass(frozen=True)
 class Removal:
-    """A text without one instruction; its other lines keep their numbers."""
+    """A text without one instruction, or with it changed; its other lines keep their numbers."""
 
     kind: str
     line: int  # from 1
@@ -56,6 +57,23 @@ def removals(text: str, kinds: tuple[str, ...] = tuple(CLASSES)) -> list[Removal
                 instead = f"setp.eq.u32 {result[1]}, 0, 0; {instead}"
             mutated = [*lines[:i], instead, *lines[i + 1 :]]
             found.append(Removal(kind, i + 1, line.strip(), "\n".join(mutated)))
+    return found
+
+
+def flips(text: str) -> list[Removal]:
+    """One mutant for each wait by parity, with the other parity."""
+    lines = text.split("\n")
+    found = []
+    for i, line in enumerate(lines):
+        wait = _PARITY_WAIT.match(line)
+        if wait is None:
+            continue
+        before, parity, after = wait.groups()
+        instead = (
+            f"{{ .reg .b32 flipped; xor.b32 flipped, {parity}, 1; {before}flipped{after} }}"
+        )
+        mutated = "\n".join([*lines[:i], instead, *lines[i + 1 :]])
+        found.append(Removal("flipped parity", i + 1, line.strip(), mutated))
     return found
 
 

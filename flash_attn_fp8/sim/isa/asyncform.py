@@ -141,7 +141,7 @@ def targets(
                 f"a copy into shared memory of rank {cta.rank} completes on an mbarrier of rank "
                 f"{mbarrier >> RANK_SHIFT}; it must be in {allowed}"
             )
-        return [Target(cta, offset, cluster.mbarrier(mbarrier))]
+        return [Target(cta, offset, warp.mbarrier(mbarrier, asynchronous=True))]
     if cta_mask == 0 or cta_mask >> len(cluster.ctas):
         raise Finding(f"multicast to CTAs {cta_mask:#06x} of a cluster of {len(cluster.ctas)}")
     parity = mbarrier >> RANK_SHIFT & 1
@@ -149,6 +149,7 @@ def targets(
     for rank in each_lane(cta_mask):
         # .cta_group::2: the one of the pair whose rank has the parity of the mbarrier's.
         at = rank & ~1 | parity if form.cta_group == 2 else rank
-        barrier = cluster.mbarrier(at << RANK_SHIFT | mbarrier & OFFSET_MASK)
+        at = at << RANK_SHIFT | mbarrier & OFFSET_MASK
+        barrier = warp.mbarrier(at, asynchronous=True)
         found.append(Target(cluster.ctas[rank], offset, barrier))
     return found

@@ -47,6 +47,7 @@ class Mbarrier:
     name: str
     count: int
     actor: int
+    made: tuple[int, int] | None = None  # who initialised it, and when: actor and epoch
     pending: int = 0
     tx: int = 0
     phase: int = 0

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flash_attn_fp8.sim import engine
 from flash_attn_fp8.sim.barriers import Wait
 from flash_attn_fp8.sim.errors import (
     Deadlock,
     InstructionLimit,
+    Race,
     SimulationError,
     TensorMemoryMisuse,
 )
 from flash_attn_fp8.sim.isa import wgmma
-from flash_attn_fp8.sim.state import Cluster, Converge, Warp
+from flash_attn_fp8.sim.order import Clocks
+from flash_attn_fp8.sim.state import Cluster, Converge, Cta, Warp
 from flash_attn_fp8.sim.trace import Trace
 
 
 def _where(warp: Warp, pc: int) -> str:
     instruction = warp.code.instruction(pc)
-    if instruction is None:
-        return "its end"
-    return f"PTX line {instruction.line}: {instruction.text.strip()}"
+    return "its end" if instruction is None else instruction.place
 
 
 _POLLS_PER_WARP = 1000  # without any change; then it is a deadlock of warps that poll
@@ -76,6 +78,7 @@ class Execution:
             if stop.status == engine.TRAPPED:
                 pc, mask = stop.pc, warp.join_converging(stop.pc, stop.mask)
                 warp.pc = pc
+                self.cluster.actors.site = warp.code.instruction(pc)
                 try:
                     result = self._handle(warp, pc, mask)
                 except SimulationError as e:
@@ -94,6 +97,8 @@ class Execution:
                     warp.cta.waits[warp.index, result.name] += 1
             elif stop.status == engine.DONE:
                 warp.exited = True
+                if self.trace is not None:
+                    self.trace.ran(warp, warp.clocks.time + warp.uncounted())
                 self.progress += 1
                 return
             elif stop.status == engine.HELD:
@@ -117,13 +122,13 @@ class Execution:
         handler = warp.code.handlers[pc]
         if self.trace is None:
             return handler(warp, mask)
-        now = warp.clocks.time + warp.uncounted()
-        warp.clocks.time = now
+        now = warp.clocks.time = warp.clocks.time + warp.uncounted()
         result = handler(warp, mask)
+        instruction = warp.code.instruction(pc)
         if warp.clocks.time > now:
-            self.trace.waited(warp, now, warp.clocks.time, warp.code.instruction(pc).text)
-        else:
-            self.trace.ran(warp, now)
+            self.trace.waited(warp, now, warp.clocks.time, instruction)
+        elif result is None:
+            self.trace.started(warp, now, instruction)
         return result
 
     def _recheck_waits(self, warp: Warp) -> None:
@@ -165,8 +170,27 @@ class Execution:
     def _check_end(self) -> None:
         for cta in self.cluster.ctas:
             wgmma.check_end(cta)
+            if self.cluster.checks.exits:
+                self._check_exit(cta)
             if cta.tensor.allocated.any():
                 columns = int(cta.tensor.allocated.sum())
                 raise TensorMemoryMisuse(
                     f"{cta.name} exits with {columns} columns of {cta.tensor.name} allocated"
                 )
+
+    def _check_exit(self, cta: Cta) -> None:
+        """Shared memory is another CTA's after the exit, and its mbarriers with it."""
+        known = Clocks.zero()
+        for warp in cta.warps:
+            warp.settle_loads()
+            known.join(warp.clocks)
+        cta.shared.check_exit(cta.name, known.generic)
+        for barrier in cta.mbarriers.values():
+            for handed in (barrier.completed, barrier.arriving):
+                late = np.flatnonzero(handed.generic > known.generic)
+                if late.size:
+                    who = self.cluster.actors.names[int(late[0])]
+                    raise Race(
+                        f"{cta.name} exits without having waited for the arrival at {barrier.name} "
+                        f"that {who} is behind; that memory may be another CTA's by then"
+                    )

@@ -147,6 +147,7 @@ class Checks:
     races: bool = True
     proxies: bool = True  # generic writes need fence.proxy.async before asynchronous reads
     uninitialised: bool = True
+    exits: bool = True  # what uses a CTA's shared memory is over when the CTA exits (needs `races`)
 
 
 class SharedMemory:
@@ -181,6 +182,7 @@ class SharedMemory:
                 f"has written it"
             )
         if self.shadow is not None:
+            self._actors.note(access, self.name, False)
             self.order(
                 self.shadow.read(offsets // GRANULE, _granules(unit), access), access, "read"
             )
@@ -196,20 +198,24 @@ class SharedMemory:
         else:
             _scatter(self.data, self._written, offsets, unit, values)
         if self.shadow is not None:
+            self._actors.note(access, self.name, True)
             places = offsets // GRANULE
             self.order(self.shadow.write(places, _granules(unit), access), access, "written")
 
+    def check_exit(self, cta: str, clock: np.ndarray) -> None:
+        """When the CTA exits, what has used this memory must be over; `clock` is what it knows."""
+        left = None if self.shadow is None else self.shadow.unobserved(clock)
+        if left is not None:
+            raise Race(
+                f"{cta} exits while {self.name}+{left.place * GRANULE:#x} may still be "
+                f"{_past(left, self.name, self._actors)} (its operation {left.epoch}; observed up "
+                f"to {int(clock[left.actor])})"
+            )
+
     def order(self, conflict: Conflict | None, access: Access, verb: str) -> None:
         if conflict is not None:
-            raise Race(
-                _race_text(
-                    f"{self.name}+{conflict.place * GRANULE:#x}",
-                    conflict,
-                    access,
-                    verb,
-                    self._actors,
-                )
-            )
+            where = f"{self.name}+{conflict.place * GRANULE:#x}"
+            raise Race(_race_text(self.name, where, conflict, access, verb, self._actors))
 
     def _check_bounds(self, offsets: np.ndarray, unit: int, verb: str) -> None:
         if offsets.size == 0:
@@ -230,13 +236,22 @@ def _granules(unit: int) -> int:
     return max(1, unit // GRANULE)
 
 
-def _race_text(where: str, c: Conflict, access: Access, verb: str, actors: Actors) -> str:
-    before = "written" if c.earlier_was_write else "read"
+def _race_text(
+    memory: str, where: str, c: Conflict, access: Access, verb: str, actors: Actors
+) -> str:
+    clock = access.clock if c.earlier_was_write else access.clock_reads
     return (
         f"{where} is {verb} by {actors.names[access.actor]}, which nothing orders after it was "
-        f"{before} by {actors.names[c.actor]} (its operation {c.epoch}; observed up to "
-        f"{int(access.clock[c.actor])})"
+        f"{_past(c, memory, actors)} (its operation {c.epoch}; observed up to "
+        f"{int(clock[c.actor])})"
     )
+
+
+def _past(c: Conflict, memory: str, actors: Actors) -> str:
+    """What the earlier access was: "read by warp 3 at PTX line 7: ..."."""
+    verb = "written" if c.earlier_was_write else "read"
+    site = actors.whence(c.actor, c.epoch, memory, c.earlier_was_write)
+    return f"{verb} by {actors.names[c.actor]}" + (f" at {site}" if site else "")
 
 
 @njit(cache=True, nogil=True)
@@ -322,6 +337,7 @@ class TensorMemory:
             )
         if self.shadow is not None:
             places = _tmem_places(lane, lanes, column)
+            self._actors.note(access, self.name, False)
             self._order(self.shadow.read(places, columns, access), access, "read")
         return self.data[rows, cols]
 
@@ -334,6 +350,7 @@ class TensorMemory:
         self._written[rows, cols] = True
         if self.shadow is not None:
             places = _tmem_places(lane, lanes, column)
+            self._actors.note(access, self.name, True)
             self._order(self.shadow.write(places, columns, access), access, "written")
 
     def allocate(self, first: int, columns: int) -> None:
@@ -378,7 +395,7 @@ class TensorMemory:
             group, column = divmod(conflict.place, TMEM_COLUMNS)
             lane = group * TMEM_GRANULE
             where = f"{self.name} lanes {lane}-{lane + TMEM_GRANULE - 1} column {column}"
-            raise Race(_race_text(where, conflict, access, verb, self._actors))
+            raise Race(_race_text(self.name, where, conflict, access, verb, self._actors))
 
 
 def _tmem_places(lane: int, lanes: int, column: int) -> np.ndarray:

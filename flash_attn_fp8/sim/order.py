@@ -11,7 +11,8 @@ a question of order, and this module keeps the books for it:
   asynchronous proxy (TMA, tensor core). Barriers hand both on. A generic write enters `async_`
   only by `fence.proxy.async`, at the writer or downstream; so a missing fence is a missing order.
 * A *shadow* remembers the last write and the reads since, place by place, and finds those that the
-  clock of a later access has not observed: a race, whether or not the numbers came out right.
+  clock of a later access has not observed: a race, whether or not the numbers came out right. When
+  a CTA exits, its warps together must have observed everything that its shared memory's shadow has.
 
 Bytes that complete on an mbarrier are stamped (mbarrier, phase): who has waited for the phase has
 seen them, and phases complete in order. The tensor core works through one warp's operations in
@@ -31,6 +32,7 @@ from numba import njit
 
 _MAX_ACTORS = 1024
 _FIRST_READERS = 32
+_MAX_SITES = 3  # remembered for a stamp: a report need not name more
 
 
 class Access(NamedTuple):
@@ -89,6 +91,8 @@ class Actors:
     def __init__(self) -> None:
         self._number: dict[Hashable, int] = {}
         self.names: list[str] = []
+        self.site: object = None  # what executes now; its text is for reports
+        self._sites: dict[tuple[int, int, str, bool], list[object]] = {}
 
     def number(self, key: Hashable, name: str) -> int:
         found = self._number.get(key)
@@ -98,6 +102,17 @@ class Actors:
                 raise OverflowError(f"more than {_MAX_ACTORS} actors in one cluster")
             self.names.append(name)
         return found
+
+    def note(self, access: Access, memory: str, writes: bool) -> None:
+        """What executes now makes this access of the memory."""
+        sites = self._sites.setdefault((access.actor, access.epoch, memory, writes), [])
+        if self.site not in sites and len(sites) < _MAX_SITES:
+            sites.append(self.site)
+
+    def whence(self, actor: int, epoch: int, memory: str, writes: bool) -> str:
+        """Where the operations of that stamp were, for reports."""
+        sites = self._sites.get((actor, epoch, memory, writes), [])
+        return " or ".join(str(site) for site in sites if site is not None)
 
 
 class Conflict(NamedTuple):
@@ -153,6 +168,20 @@ class Shadow:
             return Conflict(bad, int(self.write_actor[bad]), int(self.write_epoch[bad]), True)
         actor = int(self._slot_actor[slot])
         return Conflict(bad, actor, int(self.reads[bad, slot]), False)
+
+    def unobserved(self, clock: np.ndarray) -> Conflict | None:
+        """A use, of any granule, that the clock does not cover."""
+        known = np.append(clock, np.uint32(0xFFFFFFFF))  # of actor -1: nobody wrote it
+        bad = np.flatnonzero(self.write_epoch > known[self.write_actor])
+        if bad.size:
+            at = int(bad[0])
+            return Conflict(at, int(self.write_actor[at]), int(self.write_epoch[at]), True)
+        slots = len(self._slots)
+        late = self.reads[:, :slots] > clock[self._slot_actor[:slots]]
+        if not late.any():
+            return None
+        at, slot = (int(i) for i in np.argwhere(late)[0])
+        return Conflict(at, int(self._slot_actor[slot]), int(self.reads[at, slot]), False)
 
     def forget(self, places: np.ndarray, span: int) -> None:
         """Nobody has used the granules [p, p + span) for each p of `places`."""

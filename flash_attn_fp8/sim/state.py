@@ -13,7 +13,7 @@ import numpy as np
 from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
 from flash_attn_fp8.sim.decode import COUNTS
 from flash_attn_fp8.sim.engine import EXITED
-from flash_attn_fp8.sim.errors import BarrierMisuse, OutOfBounds
+from flash_attn_fp8.sim.errors import BarrierMisuse, OutOfBounds, Race
 from flash_attn_fp8.sim.memory import (
     OFFSET_MASK,
     RANK_SHIFT,
@@ -184,14 +184,30 @@ class Cta:
         """What a shared address of this CTA has above its offset."""
         return self.rank << RANK_SHIFT
 
-    def init_mbarrier(self, offset: int, count: int) -> None:
+    def init_mbarrier(self, offset: int, count: int, by: Warp | None = None) -> None:
+        """Make an mbarrier; whoever uses it must have observed that `by` did."""
         name = f"mbarrier {self.cluster.barrier_names.get(offset) or hex(offset)}"
         if len(self.cluster.ctas) > 1:
             name += f" of rank {self.rank}"
         actor = self.cluster.actors.number(
             ("mbarrier", self.rank, offset), f"a copy that completes on {name}"
         )
-        self.mbarriers[offset] = Mbarrier(name, count, actor)
+        self.mbarriers[offset] = Mbarrier(name, count, actor, by.note_init() if by else None)
+
+
+@dataclass(frozen=True)
+class LoadUnderWay:
+    """A `tcgen05.ld` that nothing shows to be over yet.
+
+    `users` are the micro-operations that begin an instruction with one of its registers, `used` is
+    how often they had executed before it, `rows` are the registers.
+    """
+
+    actor: int
+    epoch: int
+    rows: frozenset[int]
+    users: np.ndarray
+    used: int
 
 
 @dataclass
@@ -212,6 +228,10 @@ class Warp:
     held: int = 0
     waits: list[tuple[int, Wait]] = field(default_factory=list)
     converging: dict[int, tuple[int, int]] = field(default_factory=dict)  # pc: (mask, required)
+    gave_up: set[int] = field(default_factory=set)  # each `try_wait` fails once where it may
+    loads: list[LoadUnderWay] = field(default_factory=list)  # of tensor memory
+    fenced: Clocks = field(default_factory=Clocks.zero)  # what relaxed arrivals hand on
+    relaxed: Clocks = field(default_factory=Clocks.zero)  # what an acquiring fence would observe
     token: object = None  # what a barrier instruction remembers between arriving and leaving
     cluster_round: int | None = None  # between arriving at the cluster barrier and waiting
     timed_out: bool = False
@@ -297,6 +317,56 @@ class Warp:
 
     # -------------------------------------------------------------------------------- order
 
+    def mbarrier(self, address: int, *, asynchronous: bool = False) -> Mbarrier:
+        """The mbarrier at a shared address, which this warp, or what it starts, may use."""
+        found = self.cluster.mbarrier(address)
+        checks = self.cluster.checks
+        if found.made is not None and checks.races:
+            proxy = asynchronous and checks.proxies
+            clock = self.clocks.async_ if proxy else self.clocks.generic
+            actor, epoch = found.made
+            if clock[actor] < epoch:
+                seen = self.clocks.generic[actor] >= epoch
+                whom = "the asynchronous proxy" if seen else self.name
+                raise Race(
+                    f"{found.name} is used by {self.name}, and nothing makes its initialisation by "
+                    f"{self.cluster.actors.names[actor]} visible to {whom}"
+                )
+        return found
+
+    def note_init(self) -> tuple[int, int]:
+        """The stamp of an `mbarrier.init`, which this warp itself sees at once."""
+        actor = self.own_actor("mbarrier.init", "mbarrier.init")
+        self.clocks.generic[actor] += 1
+        return actor, int(self.clocks.generic[actor])
+
+    def fence_inits(self) -> None:
+        """`fence.mbarrier_init`: this warp's are visible to all proxies, and to the cluster."""
+        actor = self.own_actor("mbarrier.init", "mbarrier.init")
+        self.fenced.observe(actor, int(self.clocks.generic[actor]))
+        self.clocks.observe(actor, int(self.clocks.generic[actor]))
+
+    def fence(self) -> None:
+        """A releasing and acquiring fence: relaxed operations around it then hand on order."""
+        self.acquire(self.relaxed)
+        self.fenced.join(self.release())
+
+    def settle_loads(self, rows: frozenset[int] = frozenset()) -> None:
+        """Loads of tensor memory are over, in order, once something has used what they loaded.
+
+        `rows` are used by the instruction that executes now.
+        """
+        last = None
+        for load in self.loads:
+            if load.rows & rows or int(self.counts[load.users].sum()) != load.used:
+                last = load
+        if last is not None:
+            self.end_loads(last.actor, last.epoch)
+
+    def end_loads(self, actor: int, epoch: int) -> None:
+        self.clocks.observe(actor, epoch)
+        self.loads = [load for load in self.loads if load.epoch > epoch]
+
     def access(self) -> Access:
         """Generic loads and stores of this warp."""
         g = self.clocks.generic
@@ -304,6 +374,8 @@ class Warp:
 
     def release(self) -> Clocks:
         """What this warp hands on now; what it does later is not covered by it."""
+        if self.loads:
+            self.settle_loads()
         handed = self.clocks.copy()
         self.clocks.generic[self.actor] += 1
         return handed
@@ -313,6 +385,8 @@ class Warp:
 
     def fence_proxy_async(self) -> None:
         """Generic accesses that this warp has made or observed become visible to async ones."""
+        if self.loads:
+            self.settle_loads()
         np.maximum(self.clocks.async_, self.clocks.generic, out=self.clocks.async_)
         self.clocks.generic[self.actor] += 1
 
@@ -321,6 +395,8 @@ class Warp:
 
         Earlier writes must be visible to the asynchronous proxy; earlier reads only be over.
         """
+        if self.loads:
+            self.settle_loads()
         checks = self.cluster.checks
         covered = self.clocks.async_ if checks.proxies else self.clocks.generic
         return Access(actor, epoch, covered, self.clocks.generic, in_order)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from flash_attn_fp8.sim.barriers import Mbarrier
-from flash_attn_fp8.sim.errors import BarrierMisuse, Finding
+from flash_attn_fp8.sim.errors import BarrierMisuse, Finding, Unmodelled
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.memory import OFFSET_MASK, RANK_SHIFT
 from flash_attn_fp8.sim.ptx.program import Operand
@@ -108,6 +108,12 @@ class Target(NamedTuple):
     mbarrier: Mbarrier
 
 
+def check_one_process(warp: Warp) -> None:
+    """Reductions into global memory are atomic only within one process."""
+    if warp.cluster.memory.processes:
+        raise Unmodelled("reductions into global memory between processes: use workers=1")
+
+
 def own_shared(warp: Warp, address: int, what: str) -> int:
     """The offset of an address that must be in the executing CTA's shared memory."""
     if address >> RANK_SHIFT != warp.cta.rank:
@@ -135,7 +141,7 @@ def targets(
                 f"a copy into shared memory of rank {cta.rank} completes on an mbarrier of rank "
                 f"{mbarrier >> RANK_SHIFT}; it must be in {allowed}"
             )
-        return [Target(cta, offset, cluster.mbarrier(mbarrier))]
+        return [Target(cta, offset, warp.mbarrier(mbarrier, asynchronous=True))]
     if cta_mask == 0 or cta_mask >> len(cluster.ctas):
         raise Finding(f"multicast to CTAs {cta_mask:#06x} of a cluster of {len(cluster.ctas)}")
     parity = mbarrier >> RANK_SHIFT & 1
@@ -143,6 +149,7 @@ def targets(
     for rank in each_lane(cta_mask):
         # .cta_group::2: the one of the pair whose rank has the parity of the mbarrier's.
         at = rank & ~1 | parity if form.cta_group == 2 else rank
-        barrier = cluster.mbarrier(at << RANK_SHIFT | mbarrier & OFFSET_MASK)
+        at = at << RANK_SHIFT | mbarrier & OFFSET_MASK
+        barrier = warp.mbarrier(at, asynchronous=True)
         found.append(Target(cluster.ctas[rank], offset, barrier))
     return found

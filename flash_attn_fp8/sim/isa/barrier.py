@@ -11,7 +11,6 @@ from flash_attn_fp8.sim.errors import BarrierMisuse
 from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, missing_lanes
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.memory import OFFSET_MASK
-from flash_attn_fp8.sim.order import Clocks
 from flash_attn_fp8.sim.ptx.program import Instruction, Operand, Sink
 from flash_attn_fp8.sim.state import ALL_LANES, WARP_SIZE, Converge, Warp
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
 
 _MAX_COUNT = (1 << 20) - 1
-_NOTHING_OBSERVED = Clocks.zero()
 _SHARED = frozenset(["shared", "shared::cta", "shared::cluster"])
 _SEMANTICS = frozenset(["release", "acquire", "relaxed", "cta", "cluster", "b64"])
 
@@ -59,7 +57,7 @@ def init(ctx: Context, instruction: Instruction) -> Handler:
             cta = w.cluster.cta_of(address)
             if offset in cta.mbarriers:
                 raise BarrierMisuse(f"{cta.mbarriers[offset].name} is initialised twice")
-            cta.init_mbarrier(offset, expected)
+            cta.init_mbarrier(offset, expected, w)
 
     return handler
 
@@ -72,7 +70,7 @@ def invalidate(ctx: Context, instruction: Instruction) -> Handler:
 
     def handler(w: Warp, mask: int) -> None:
         for address, _ in _by_address(target.of(w, w.lanes(mask))):
-            barrier = w.cluster.mbarrier(address)
+            barrier = w.mbarrier(address)
             if barrier.waiters:
                 raise BarrierMisuse(f"{barrier.name} is invalidated while warps wait for it")
             del w.cluster.cta_of(address).mbarriers[address & OFFSET_MASK]
@@ -102,10 +100,10 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         given = value.of(w, lanes) if value is not None else np.ones(lanes.size, np.uint64)
-        clocks = _NOTHING_OBSERVED if "relaxed" in parts else w.release()
+        clocks = w.fenced if "relaxed" in parts else w.release()
         addresses = target.of(w, lanes) & 0xFFFFFFFF
         for address, arrivals in _by_address(addresses):
-            barrier = w.cluster.mbarrier(address)
+            barrier = w.mbarrier(address)
             amount = int(given[addresses == address].sum())
             if state is not None:
                 w.registers[state, lanes[addresses == address]] = barrier.phase
@@ -129,7 +127,7 @@ def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
 
     def handler(w: Warp, mask: int) -> None:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
-            w.cluster.mbarrier(address).expect_tx(times * nbytes.one(w, mask), w.name)
+            w.mbarrier(address).expect_tx(times * nbytes.one(w, mask), w.name)
 
     return handler
 
@@ -145,7 +143,7 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
 
     def handler(w: Warp, mask: int) -> None:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
-            barrier = w.cluster.mbarrier(address)
+            barrier = w.mbarrier(address)
             barrier.complete_tx(times * nbytes.one(w, mask), barrier.stamp(), w.name)
 
     return handler
@@ -155,8 +153,8 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
 def wait(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.{try,test}_wait{.parity}{.sem.scope}{.space}.b64 p, [a], state{, time}`.
 
-    `try_wait` suspends until the phase is over; it returns false only where nothing else in the
-    cluster can go on. `test_wait` never suspends.
+    `try_wait` suspends until the phase is over, but gives up, as it may, the first time that a warp
+    executes it in vain, and where nothing else in the cluster can go on. `test_wait` never suspends.
     """
     parts = _only(ctx, _SHARED | _SEMANTICS | {"parity"})
     done = ctx.destination(instruction.operands[0], "pred")
@@ -168,17 +166,18 @@ def wait(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> Wait | None:
         lanes = w.lanes(mask)
         address = target.one(w, mask) & 0xFFFFFFFF
-        barrier, phase = w.cluster.mbarrier(address), state.one(w, mask)
+        barrier, phase = w.mbarrier(address), state.one(w, mask)
         if lanes.size > 1:
             _same(target.of(w, lanes), "mbarrier addresses")
             _same(state.of(w, lanes), "phases")
         over = _over(barrier, phase, by_parity)
         w.registers[done, lanes] = over
         if over:
-            if acquires:
-                w.acquire(barrier.completed)
+            (w.clocks if acquires else w.relaxed).join(barrier.completed)
             return None
-        if w.timed_out or not suspends:
+        gives_up = w.timed_out or w.pc not in w.gave_up
+        if gives_up or not suspends:
+            w.gave_up.add(w.pc)
             w.timed_out, w.polled = False, True
             return None
         return Wait(
@@ -281,7 +280,7 @@ def cluster_arrive(ctx: Context, instruction: Instruction) -> Handler:
             raise BarrierMisuse("barrier.cluster.arrive twice without a wait between")
         barrier = w.cluster.barrier
         w.cluster_round = barrier.rounds
-        clocks = _NOTHING_OBSERVED if "relaxed" in parts else w.release()
+        clocks = w.fenced if "relaxed" in parts else w.release()
         barrier.arrive(WARP_SIZE, w.cluster.threads, clocks, w.name)
         return None
 

@@ -192,8 +192,9 @@ def warp_barrier(ctx: Context, instruction: Instruction) -> Handler:
 def fence(ctx: Context, instruction: Instruction) -> Handler:
     """`fence{.sem}.scope`, `membar`, `fence.mbarrier_init`, `fence.proxy.*`.
 
-    Only `fence.proxy.async` moves an order that is judged; the other fences order accesses that
-    `isa/memory.py` orders anyway.
+    `fence.proxy.async` and `.mbarrier_init` make what went before visible to other proxies; the
+    others let relaxed arrivals and waits hand on order. Scopes are not told apart, nor is an
+    acquiring fence from a releasing one.
     """
     parts = ctx.suffixes
     if parts[:2] == ("proxy", "async"):
@@ -201,7 +202,7 @@ def fence(ctx: Context, instruction: Instruction) -> Handler:
             ctx.fail("this form of proxy fence")
         if parts[2:] == ("global",):
             return _nothing
-        return _fence_proxy_async
+        return lambda w, mask: w.fence_proxy_async()
     known = {
         ("proxy", "alias"), ("mbarrier_init", "release", "cluster"),
         *((s,) for s in ("cta", "gl", "sys", "cluster", "gpu")),
@@ -209,15 +210,13 @@ def fence(ctx: Context, instruction: Instruction) -> Handler:
     }  # fmt: skip
     if parts not in known:
         ctx.fail("this form of fence")
-    return _nothing
+    if parts[0] == "mbarrier_init":
+        return lambda w, mask: w.fence_inits()
+    return _nothing if parts[0] == "proxy" else lambda w, mask: w.fence()
 
 
 def _nothing(w: Warp, mask: int) -> None:
     return None
-
-
-def _fence_proxy_async(w: Warp, mask: int) -> None:
-    w.fence_proxy_async()
 
 
 @warp("griddepcontrol")

@@ -147,7 +147,7 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
 
 def arrive_after_copies(w: Warp, address: int, count: int, no_increment: bool) -> None:
     """`count` lanes' arrivals at the mbarrier, when their copies so far are complete."""
-    barrier, groups = w.cluster.mbarrier(address), copy_groups(w)
+    barrier, groups = w.mbarrier(address), copy_groups(w)
     if not no_increment:
         barrier.pending += count  # so that the arrival changes nothing but the time
 

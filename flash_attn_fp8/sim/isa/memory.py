@@ -508,7 +508,7 @@ def store_async(ctx: Context, instruction: Instruction) -> Handler:
         for lane in w.lanes(mask).tolist():
             one = np.array([lane])
             address = int(target.of(w, one)[0]) & 0xFFFFFFFF
-            mbarrier = w.cluster.mbarrier(barrier.one(w, 1 << lane))
+            mbarrier = w.mbarrier(barrier.one(w, 1 << lane))
             epoch = mbarrier.stamp()
             access = w.async_access(mbarrier.actor, epoch)._replace(clock=w.clocks.generic)
             values = pack(w, one)

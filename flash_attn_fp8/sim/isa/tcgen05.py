@@ -21,6 +21,7 @@ from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, missin
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.isa.tcgen05_alloc import group
 from flash_attn_fp8.sim.isa.tcgen05_copy import mma_access
+from flash_attn_fp8.sim.isa.uses import users_of
 from flash_attn_fp8.sim.matrix import (
     K_BYTES,
     InstructionDescriptor,
@@ -186,7 +187,7 @@ def commit(warp: Warp, address: int, cta_mask: int | None) -> None:
             )
         ranks = [rank for rank in range(16) if cta_mask >> rank & 1]
         addresses = [rank << RANK_SHIFT | address & OFFSET_MASK for rank in ranks]
-    barriers = [warp.cluster.mbarrier(one) for one in addresses]
+    barriers = [warp.mbarrier(one, asynchronous=True) for one in addresses]
     handed = _at_completion(warp)
     who = f"tcgen05.commit of {warp.name}"
 
@@ -203,6 +204,7 @@ def _at_completion(warp: Warp) -> Clocks:
     Its operations come after what the warp had observed, and after those of the warp's own writes
     that it had made visible to them.
     """
+    warp.settle_loads()
     handed = warp.clocks.copy()
     handed.generic[warp.actor] = handed.async_[warp.actor]
     if warp.sequence["mma"]:
@@ -394,7 +396,10 @@ def bind_load(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail(f"{len(instruction.operands)} operands")
     source = AddressOperand(ctx, instruction.operands[1], shared=True)
     split = _split(ctx, instruction.operands[2]) if halves else None
-    return _for_warp(lambda w: tcgen05_copy.load(w, rows, _same_address(w, source), f, split))
+    users = users_of(ctx.entry, instruction)
+    return _for_warp(
+        lambda w: tcgen05_copy.load(w, rows, _same_address(w, source), f, split, users)
+    )
 
 
 @warp("tcgen05.st")
@@ -419,9 +424,9 @@ def bind_wait_store(ctx: Context, instruction: Instruction) -> Handler:
 
 @warp("tcgen05.wait::ld")
 def bind_wait_load(ctx: Context, instruction: Instruction) -> Handler:
-    """`tcgen05.wait::ld.sync.aligned`: loads are complete at once."""
+    """`tcgen05.wait::ld.sync.aligned`."""
     _check(ctx, frozenset(["sync", "aligned"]))
-    return _for_warp(lambda w: None)
+    return _for_warp(tcgen05_copy.wait_loads)
 
 
 @warp("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")

@@ -81,6 +81,7 @@ def deallocate(warp: Warp, ctas: int, address: int, columns: int) -> Wait | None
     members = group(warp.cta, ctas)
     if warp.token is None:
         _check_group(warp.cta, ctas)
+        warp.settle_loads()
         tensor.check_free(address, columns, warp.access())
     meeting, wait = _meet(warp, "dealloc", address, columns, members)
     if wait is not None:

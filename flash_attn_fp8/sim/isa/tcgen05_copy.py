@@ -1,14 +1,17 @@
 """Tensor memory and registers (`tcgen05.ld`, `.st`, `.wait`), and from shared memory (`.cp`).
 
-A warp reaches the quarter of the lanes that its number modulo 4 names. A load is complete at once:
-shipped kernels have no `tcgen05.wait::ld`, since what uses the registers waits for them. A store is
-an operation of its own kind, which its warp has observed only after `tcgen05.wait::st`.
+A warp reaches the quarter of the lanes that its number modulo 4 names. A load is over after
+`tcgen05.wait::ld`, or once an instruction has used a register that it loaded: shipped kernels have
+no waits, since what uses the registers waits for them. A store is an operation of its own kind,
+which its warp has observed only after `tcgen05.wait::st`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +19,10 @@ from flash_attn_fp8.sim.errors import OutOfBounds, TensorMemoryMisuse
 from flash_attn_fp8.sim.isa.tcgen05_alloc import group
 from flash_attn_fp8.sim.matrix import FORMATS, decode_shared_sm100, read_shared
 from flash_attn_fp8.sim.order import Access
-from flash_attn_fp8.sim.state import Warp
+from flash_attn_fp8.sim.state import LoadUnderWay, Warp
+
+if TYPE_CHECKING:
+    from flash_attn_fp8.sim.decode import Code
 
 WARP_LANES = 32
 
@@ -89,10 +95,19 @@ def _place(warp: Warp, address: int, f: Fragment) -> tuple[int, int]:
     return lane, column
 
 
-def load(warp: Warp, rows: list[int], address: int, f: Fragment, split: int | None = None) -> None:
-    """`tcgen05.ld`: into registers `rows`. `split`: columns to the second half of 16x32bx2."""
+Users = Callable[["Code"], np.ndarray]
+
+
+def load(
+    warp: Warp, rows: list[int], address: int, f: Fragment, split: int | None = None,
+    users: Users | None = None,
+) -> None:  # fmt: skip
+    """`tcgen05.ld`: into registers `rows`. `split`: columns to the second half of 16x32bx2.
+
+    `users` finds the micro-operations that use what it loads; without, it is complete at once.
+    """
     lane, column = _place(warp, address, f)
-    tensor, access = warp.cta.tensor, warp.access()
+    tensor, access = warp.cta.tensor, _load_access(warp, rows, users)
     values = _pick(tensor.read(lane, f.lanes, column, f.columns, access), f)
     if split is not None:
         second = _pick(tensor.read(lane, f.lanes, column + split, f.columns, access), f)
@@ -113,6 +128,8 @@ def _pick(rectangle: np.ndarray, f: Fragment) -> np.ndarray:
 def store(warp: Warp, rows: list[int], address: int, f: Fragment, split: int | None = None) -> None:
     """`tcgen05.st`: from registers `rows`."""
     lane, column = _place(warp, address, f)
+    if warp.loads:
+        warp.settle_loads(frozenset(rows))
     access = _store_access(warp)
     values = warp.registers[rows].astype(np.uint32)
     parts = [(column, slice(None))]
@@ -138,6 +155,25 @@ def _store_access(warp: Warp) -> Access:
     warp.sequence["tmem store"] += 1
     clock = warp.clocks.generic
     return Access(_store_actor(warp), warp.sequence["tmem store"], clock, clock, True)
+
+
+def _load_access(warp: Warp, rows: list[int], users: Users | None) -> Access:
+    if users is None:
+        return warp.access()
+    into = frozenset(rows)
+    warp.settle_loads(into)  # registers are written in order
+    warp.sequence["tmem load"] += 1
+    actor, epoch = warp.own_actor("tmem load", "a tcgen05.ld"), warp.sequence["tmem load"]
+    where = users(warp.code)
+    warp.loads.append(LoadUnderWay(actor, epoch, into, where, int(warp.counts[where].sum())))
+    clock = warp.clocks.generic
+    return Access(actor, epoch, clock, clock, False)
+
+
+def wait_loads(warp: Warp) -> None:
+    """`tcgen05.wait::ld`."""
+    if warp.loads:
+        warp.end_loads(warp.loads[-1].actor, warp.loads[-1].epoch)
 
 
 def wait_stores(warp: Warp) -> None:

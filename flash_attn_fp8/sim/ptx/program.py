@@ -115,6 +115,14 @@ class Instruction:
         """The opcode cut at its dots; `::` does not cut, so `shared::cta` is one part."""
         return tuple(self.opcode.split("."))
 
+    @property
+    def place(self) -> str:
+        """Where and what it is, for reports."""
+        return f"PTX line {self.line}: {self.text.strip()}"
+
+    def __str__(self) -> str:
+        return self.place
+
 
 @dataclass(frozen=True)
 class Variable:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flash_attn_fp8.sim.launch import Buffer, Launch
+from flash_attn_fp8.sim.launch import Launch
 from flash_attn_fp8.sim.machine import Machine, Run
 from flash_attn_fp8.sim.ptx.parse import parse
 from flash_attn_fp8.sim.tensormap import TensorMap, encode
@@ -104,7 +104,3 @@ def tensor_map(array: np.ndarray, box: tuple[int, int], swizzle: str) -> TensorM
         swizzle=swizzle,
     )
 
-
-def shrunk(array_buffer: Buffer, nbytes: int) -> Buffer:
-    """A buffer without its last bytes."""
-    return Buffer(array_buffer.name, array_buffer.address, array_buffer.nbytes - nbytes, array_buffer.writable)

@@ -80,7 +80,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     "bulk copy in, load by another warp": ([EXPECT, COPY_IN], ["!" + wait(10), LOAD]),
     "bulk copy in, load by the same warp": ([EXPECT, COPY_IN, "!" + wait(10), LOAD], []),
     "load, mbarrier, bulk copy over it": (
-        ["!" + wait(11), EXPECT, COPY_IN],
+        ["!" + wait(11), EXPECT, COPY_IN, "!" + wait(10)],  # the latter before it exits
         [STORE, FENCE, LOAD, arrive(11)],
     ),
     "store, fence, bulk copy over it": ([STORE, "!" + FENCE, EXPECT, COPY_IN, wait(10)], []),

@@ -369,11 +369,6 @@ def borrow3(a: int, b: int, borrow: int) -> bool:
     return a < b or (a == b and signed(borrow) == 1)
 
 
-@lane("_slct", "s32", "b64 b64 s32", result="b64")
-def slct_s32(a: int, b: int, c: int) -> int:
-    return a if c >= 0 else b
-
-
 _SELECTABLE = "b64 b16=b64 s16=b64 u16=b64 b32=b64 s32=b64 u32=b64 s64=b64 u64=b64 f32=b64 f64=b64"
 
 

@@ -89,9 +89,10 @@ def pure() -> dict[str, Any]:
     return names
 
 
-def _group(operation: Operation) -> tuple[str, int]:
+def _group(operation: Operation) -> tuple[str, np.int32]:
     number = decode.operation_number(operation.name)
-    return f"group_{(number - decode.FIRST_LANE_OPERATION) // compiled._GROUP}", number
+    name = f"group_{(number - decode.FIRST_LANE_OPERATION) // compiled._GROUP}"
+    return name, np.int32(number)  # as the loop calls it, which is compiled already
 
 
 @pytest.mark.parametrize("stem", sorted({name.split(".")[0] for name in OPERATIONS}))

@@ -55,6 +55,7 @@ class Mbarrier:
     completed: Clocks = field(default_factory=Clocks.zero)
     arrived_by: list[str] = field(default_factory=list)
     waiters: list[Warp] = field(default_factory=list)
+    waited: dict[int, tuple[int, str]] = field(default_factory=dict)  # for the last phase, by actor
 
     def __post_init__(self) -> None:
         self.pending = self.count
@@ -98,6 +99,7 @@ class Mbarrier:
     def _complete(self) -> None:
         if self.pending or self.tx:
             return
+        self._check_waited()
         self.phase += 1
         self.pending = self.count
         self.arriving, self.completed = self.completed, self.arriving
@@ -107,6 +109,17 @@ class Mbarrier:
         for warp in self.waiters:
             warp.wake()
         self.waiters.clear()
+
+    def _check_waited(self) -> None:
+        """This phase must not end before those waits that were for the one before it."""
+        for actor, (event, who) in self.waited.items():
+            if self.arriving.generic[actor] < event:
+                raise BarrierMisuse(
+                    f"{self.name} ends phase {self.phase}, and nothing orders that after the wait "
+                    f"of {who}, for phase {self.phase - 1}: a wait that came later would miss its "
+                    f"phase; arrived: {', '.join(self.arrived_by) or 'bytes only'}"
+                )
+        self.waited.clear()
 
     def missing(self) -> str:
         """What the current phase lacks, for reports."""

@@ -147,6 +147,7 @@ class Checks:
     races: bool = True
     proxies: bool = True  # generic writes need fence.proxy.async before asynchronous reads
     uninitialised: bool = True
+    phases: bool = True  # no phase of an mbarrier ends before somebody's wait for the last one
     exits: bool = True  # what uses a CTA's shared memory is over when the CTA exits (needs `races`)
 
 

@@ -10,6 +10,9 @@ a question of order, and this module keeps the books for it:
   `generic` orders its own loads and stores, `async_` orders the operations that it starts on the
   asynchronous proxy (TMA, tensor core). Barriers hand both on. A generic write enters `async_`
   only by `fence.proxy.async`, at the writer or downstream; so a missing fence is a missing order.
+* A successful wait for a phase of an mbarrier is itself an event, of an actor of its own. The next
+  phase must not end before it, or else the wait, had it been late, would have missed its phase.
+  Whatever was caused by it counts here, relaxed or not.
 * A *shadow* remembers the last write and the reads since, place by place, and finds those that the
   clock of a later access has not observed: a race, whether or not the numbers came out right. When
   a CTA exits, its warps together must have observed everything that its shared memory's shadow has.
@@ -91,6 +94,7 @@ class Actors:
     def __init__(self) -> None:
         self._number: dict[Hashable, int] = {}
         self.names: list[str] = []
+        self.waits: list[int] = []  # the actors that are warps' waits
         self.site: object = None  # what executes now; its text is for reports
         self._sites: dict[tuple[int, int, str, bool], list[object]] = {}
 
@@ -101,6 +105,13 @@ class Actors:
             if found >= _MAX_ACTORS:
                 raise OverflowError(f"more than {_MAX_ACTORS} actors in one cluster")
             self.names.append(name)
+        return found
+
+    def number_of_waits(self, key: Hashable, name: str) -> int:
+        """The number of the actor that a warp's waits are."""
+        found = self.number(key, name)
+        if found not in self.waits:
+            self.waits.append(found)
         return found
 
     def note(self, access: Access, memory: str, writes: bool) -> None:

@@ -334,6 +334,38 @@ class Warp:
                 )
         return found
 
+    def note_wait(self, barrier: Mbarrier) -> None:
+        """The warp has seen the end of the barrier's last phase."""
+        if not self.cluster.checks.phases:
+            return
+        actor = self.cluster.actors.number_of_waits(
+            ("wait", self.cta.rank, self.index), f"a wait of {self.name}"
+        )
+        self.sequence["wait"] += 1
+        self.clocks.observe(actor, self.sequence["wait"])
+        site = self.cluster.actors.site
+        who = self.name if site is None else f"{self.name} at {site}"
+        barrier.waited[actor] = self.sequence["wait"], who
+
+    def relaxed_release(self) -> Clocks:
+        """What a relaxed operation hands on: what was fenced, and which waits came before it."""
+        handed = self.fenced.copy()
+        self.cause(handed)
+        return handed
+
+    def relaxed_acquire(self, clocks: Clocks) -> None:
+        """What a relaxed operation takes, for a fence to make it known."""
+        self.relaxed.join(clocks)
+        self._caused(self.clocks, clocks)
+
+    def cause(self, handed: Clocks) -> None:
+        """Add which waits came before what this warp does now."""
+        self._caused(handed, self.clocks)
+
+    def _caused(self, into: Clocks, clocks: Clocks) -> None:
+        for actor in self.cluster.actors.waits:
+            into.observe(actor, int(clocks.generic[actor]))
+
     def note_init(self) -> tuple[int, int]:
         """The stamp of an `mbarrier.init`, which this warp itself sees at once."""
         actor = self.own_actor("mbarrier.init", "mbarrier.init")

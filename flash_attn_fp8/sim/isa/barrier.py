@@ -100,7 +100,7 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         given = value.of(w, lanes) if value is not None else np.ones(lanes.size, np.uint64)
-        clocks = w.fenced if "relaxed" in parts else w.release()
+        clocks = w.relaxed_release() if "relaxed" in parts else w.release()
         addresses = target.of(w, lanes) & 0xFFFFFFFF
         for address, arrivals in _by_address(addresses):
             barrier = w.mbarrier(address)
@@ -173,7 +173,8 @@ def wait(ctx: Context, instruction: Instruction) -> Handler:
         over = _over(barrier, phase, by_parity)
         w.registers[done, lanes] = over
         if over:
-            (w.clocks if acquires else w.relaxed).join(barrier.completed)
+            (w.acquire if acquires else w.relaxed_acquire)(barrier.completed)
+            w.note_wait(barrier)
             return None
         gives_up = w.timed_out or w.pc not in w.gave_up
         if gives_up or not suspends:
@@ -280,7 +281,7 @@ def cluster_arrive(ctx: Context, instruction: Instruction) -> Handler:
             raise BarrierMisuse("barrier.cluster.arrive twice without a wait between")
         barrier = w.cluster.barrier
         w.cluster_round = barrier.rounds
-        clocks = w.fenced if "relaxed" in parts else w.release()
+        clocks = w.relaxed_release() if "relaxed" in parts else w.release()
         barrier.arrive(WARP_SIZE, w.cluster.threads, clocks, w.name)
         return None
 

@@ -151,8 +151,11 @@ def arrive_after_copies(w: Warp, address: int, count: int, no_increment: bool) -
     if not no_increment:
         barrier.pending += count  # so that the arrival changes nothing but the time
 
+    before = Clocks.zero()
+    w.cause(before)
+
     def arrival(epoch: int) -> None:
-        clocks = Clocks.zero()
+        clocks = before.copy()
         clocks.generic[groups.actor] = epoch
         barrier.arrive(count, clocks, f"cp.async of {w.name}")
 

@@ -73,6 +73,8 @@ def mma(warp: Warp, form: MmaForm, operands: MmaOperands) -> None:
     shape = decode_instruction(operands.descriptor, form.kind, form.ctas)
     if form.a_in_tensor_memory and shape.transpose_a:
         raise Unmodelled(f"instruction descriptor {operands.descriptor:#x}: transposed A in lanes")
+    if form.a_in_tensor_memory:
+        _check_apart(operands, shape, form)
     members = group(warp.cta, form.ctas)
     access = mma_access(warp)
     where_b = decode_shared_sm100(operands.b)
@@ -93,6 +95,17 @@ def mma(warp: Warp, form: MmaForm, operands: MmaOperands) -> None:
     counters[f"tcgen05.mma kind::{form.kind} {shape.m}x{shape.n}x{shape.k}"] += 1
     read = (0 if form.a_in_tensor_memory else shape.m) + shape.n
     counters["shared bytes read by tcgen05.mma"] += read * K_BYTES
+
+
+def _check_apart(operands: MmaOperands, shape: InstructionDescriptor, form: MmaForm) -> None:
+    """An operation must not write the columns that it reads A from."""
+    a, d = operands.a & 0xFFFF, operands.d & 0xFFFF
+    columns = shape.n // 2 if _halves(shape, form) else shape.n
+    if a < d + columns and d < a + K_BYTES // 4:
+        raise TensorMemoryMisuse(
+            f"tcgen05.mma reads A from columns [{a}, {a + K_BYTES // 4}) and writes D to "
+            f"[{d}, {d + columns}): they overlap"
+        )
 
 
 def _halves(shape: InstructionDescriptor, form: MmaForm) -> bool:

@@ -34,7 +34,9 @@ app = typer.Typer(
 )
 
 # The script's own options follow its name.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(cli_sim.sim)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    cli_sim.sim
+)
 
 _WIDTH_OF_A_PIPE = 160  # columns of tables that go to a file or another program
 

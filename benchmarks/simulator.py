@@ -3,7 +3,8 @@
 flash-attn-4's forward, captured once and executed repeatedly, 256 queries a head: with every check
 and without, over growing numbers of keys (time should be linear in the work), and several heads
 over several processes. Medians of RUNS executions in wall-clock seconds; each launch's first is
-left out (it decodes; the first ever also compiles the engine, into the cache). Memory is the process's peak.
+left out (it decodes; the first ever also compiles the engine, into the cache). Memory is the
+process's peak.
 Writes benchmarks/results/simulator.{json,md}.
 """
 

@@ -317,7 +317,6 @@ FIELDS = {
     "row_sum": "exact",
     "exp2": "code",
     "promote_every": 64,
-    "allow_saturation": True,
 }
 
 

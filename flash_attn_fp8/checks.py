@@ -19,7 +19,18 @@ from torch import Tensor
 from flash_attn_fp8.call import Call, Operands, Options, describe, literal
 from flash_attn_fp8.check_scales import output_descale, scale_granularities
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Refusal
-from flash_attn_fp8.formats import BF16, E4M3, E5M2, FP16, FP32, INT8, Format, dtype_name, format_of
+from flash_attn_fp8.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    INT8,
+    Format,
+    dtype_name,
+    format_of,
+    format_of_p,
+)
 from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
 from flash_attn_fp8.problem import Problem, Request, Sizes, Traits
 
@@ -66,13 +77,17 @@ def examine(call: Call) -> tuple[Problem | None, Refusal]:
     _check_scalars(call.options, refusal)
     if formats is None:
         return None, refusal
+    before = len(refusal.invalid)
     policy = _policy(call.options, formats, refusal)
+    policy_is_given = call.options.fp8_policy is not None and len(refusal.invalid) == before
     out_format = _out_format(call, formats, refusal)
     output_descale(call.operands, out_format, refusal)
     if layout is None:
         return None, refusal
     sizes = _sizes(call, layout, window, refusal)
     traits = _traits(call, layout, (formats, out_format), window, policy, refusal)
+    if policy_is_given:
+        _check_policy_of_traits(call.options.fp8_policy, traits, refusal)
     problem = Problem(traits, sizes, request)
     _check_buffers(call.operands, problem, refusal)
     return (None if refusal.reasons else problem), refusal
@@ -272,15 +287,6 @@ class _Formats:
     q: Format
     kv: Format
 
-    @property
-    def p(self) -> Format:
-        """P's format in the product P·V.
-
-        q's, but bf16 over an 8-bit cache: every 8-bit code is exact in bf16, and V's scale times P
-        stays in its range, which fp16's would not hold.
-        """
-        return BF16 if self.kv.is_8bit and not self.q.is_8bit else self.q
-
 
 def _formats(o: Operands, refusal: Refusal) -> _Formats | None:
     q, k = (format_of(t.dtype) for t in (o.q, o.k))
@@ -413,7 +419,7 @@ def _request(call: Call, refusal: Refusal) -> Request:
 
 
 def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
-    given, p_format = options.fp8_policy, formats.p.name
+    given, p_format = options.fp8_policy, format_of_p(formats.q, formats.kv).name
     default = policy_for(p_format)
     if given is None:
         return default
@@ -437,6 +443,27 @@ def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
             f"policy_for({p_format!r})"
         )
     return given
+
+
+def _check_policy_of_traits(given: object, traits: Traits, refusal: Refusal) -> None:
+    """What a policy cannot have where V's scales for each token sit in the exponent of P."""
+    policy = traits.policy
+    if not traits.v_scale_in_exponent:
+        return
+    if policy.exp2 != "exact":
+        refusal.invalid.append(
+            f"fp8_policy has exp2={policy.exp2!r} and v_descale is per token: the row sum needs P "
+            f"before it is rounded, and codes made straight from the exponent have none. Write "
+            f"exp2='exact', or give v_descale per batch and head"
+        )
+    # A name leaves the row sum to the call, as no policy at all does; the text of one does not.
+    is_name = isinstance(given, str) and given in POLICIES[policy.p_format]
+    if policy.row_sum != "exact" and not is_name:
+        refusal.invalid.append(
+            f"fp8_policy has row_sum={policy.row_sum!r} and v_descale is per token: keys whose "
+            f"scale is small are zero in the rounded P whatever their share of the row sum. Write "
+            f"row_sum='exact', or give v_descale per batch and head"
+        )
 
 
 # ---------------------------------------------------------------------------------- records

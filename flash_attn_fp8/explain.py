@@ -16,8 +16,9 @@ from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan, plan_for
-from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.plan import Plan, TiledSpec, plan_for
+from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.problem import Problem, Traits
 from flash_attn_fp8.support import EXECUTORS, reasons_against
 from flash_attn_fp8.target import Target, target_named, target_of
 
@@ -81,8 +82,9 @@ class Explanation:
             f"{'yes' if t.sink else 'no'}",
             f"  descales  {scales or 'none'}",
             f"  policy    {t.policy}",
-            f"            P has {t.policy.headroom_log2:.3f} octaves of headroom and is zero below "
+            f"            P {_headroom(t.policy)} and is zero below "
             f"2^{t.policy.tail_log2:g} of the row's largest",
+            f"  row sum   {_row_sum(t)}",
         ]
 
     @staticmethod
@@ -96,6 +98,11 @@ class Explanation:
         lines = [
             "would run:",
             f"  executor  {plan.impl}",
+            *(
+                [f"  P·V       {_accumulation(plan.spec)}"]
+                if isinstance(plan.spec, TiledSpec)
+                else []
+            ),
             f"  splits    {parts}",
             f"  tiles     {'query heads packed' if plan.pack_gqa else 'one query head each'}",
             f"  metadata  {'computed by the plan' if plan.scheduler_metadata else 'none'}",
@@ -107,6 +114,29 @@ class Explanation:
             why = reasons_against(name, problem, plan.target)
             lines.append(f"  not {name}: {'; '.join(why) or 'it could; ' + plan.impl + first}")
         return lines
+
+
+def _headroom(policy: Fp8Policy) -> str:
+    if policy.headroom_log2 >= 0:
+        return f"has {policy.headroom_log2:.3f} octaves of headroom"
+    return f"SATURATES: its largest lie {-policy.headroom_log2:.3f} octaves above {policy.p_format}"
+
+
+def _row_sum(traits: Traits) -> str:
+    """What normalises the output, which the policy's field does not always say."""
+    if traits.exact_row_sum and traits.policy.row_sum != "exact":
+        return "exact, whatever the policy says: v_descale per token sits in P's exponent"
+    return (
+        "exact: of P before it is rounded" if traits.exact_row_sum else "quantized: of P as rounded"
+    )
+
+
+def _accumulation(spec: TiledSpec) -> str:
+    if spec.accumulator == "fp32":
+        return "accumulated in fp32 (promote_every has no effect)"
+    every = spec.policy.promote_every
+    promotion = "never promoted" if every is None else f"promoted to fp32 every {every} keys"
+    return f"accumulated with 13 fraction bits, as SM90 does in fp8, {promotion}"
 
 
 def _bound(value: int | None) -> str:

@@ -73,6 +73,15 @@ def format_of(dtype: torch.dtype) -> Format | None:
     return _BY_DTYPE.get(dtype)
 
 
+def format_of_p(q: Format, kv: Format) -> Format:
+    """The format of P in the product P·V.
+
+    q's, but bf16 over an 8-bit cache: every 8-bit code is exact in bf16, and V's scale times P
+    stays in its range, which fp16's would not hold.
+    """
+    return BF16 if kv.is_8bit and not q.is_8bit else q
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Short name used in messages: `e4m3`, `bf16`, or torch's own for anything else."""
     known = format_of(dtype)

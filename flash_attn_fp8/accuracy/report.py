@@ -271,14 +271,21 @@ class _Subject:
             codes[name], descale, _ = self._codes(name, recipe)
             if descale is not None:
                 scales[f"{name}_descale"] = descale
-        same_p = recipe.fmt is self.asked.fmt and recipe.over_cache == self.asked.over_cache
         call: Call = flash_attn_varlen_func.describe_call(  # type: ignore[attr-defined]
             **codes,
             **scales,
             **self.call,
-            fp8_policy=self.fp8_policy if same_p else None,
+            fp8_policy=self._policy(recipe),
         )
         return call
+
+    def _policy(self, recipe: Recipe) -> Fp8Policy | str | None:
+        """What was given; for another recipe, as much of it as holds there."""
+        same_p = recipe.fmt is self.asked.fmt and recipe.over_cache == self.asked.over_cache
+        if recipe == self.asked or self.fp8_policy is None or not same_p:
+            return self.fp8_policy if same_p else None
+        policy = problem_of(self.quantised(self.asked)).traits.policy
+        return policy.replace(row_sum="exact") if recipe.per == "token_head" else policy
 
     def _codes(self, name: str, recipe: Recipe) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Values, descale and mean of one operand; q itself where it keeps 16 bits."""

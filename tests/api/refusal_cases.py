@@ -236,6 +236,20 @@ INVALID = (
         policy_for('e4m3')""",
         fp8_policy=fa.policy_for("e5m2"),
     ),
+    DENSE(
+        """fp8_policy has exp2='code' and v_descale is per token: the row sum needs P before it is
+        rounded, and codes made straight from the exponent have none. Write exp2='exact', or give
+        v_descale per batch and head""",
+        fp8_policy=fa.policy_for("e4m3").replace(exp2="code", row_sum="exact"),
+        v_descale=_f(2, 40, 2),
+    ),
+    DENSE(
+        """fp8_policy has row_sum='quantized' and v_descale is per token: keys whose scale is small
+        are zero in the rounded P whatever their share of the row sum. Write row_sum='exact', or
+        give v_descale per batch and head""",
+        fp8_policy="e4m3 max_offset=6 rescale_threshold=2.75",
+        v_descale=_f(2, 40, 2),
+    ),
     PAGED("max_seqlen_k=41 does not fit in page_table's 5 pages x 8 = 40 keys", max_seqlen_k=41),
     BATCHED(
         "max_seqlen_q=5, but every sequence has length 6",
@@ -323,7 +337,20 @@ INVALID = (
 )
 
 # Legal calls that nothing executes.
+MANY_KEYS = {
+    "q": codes(1, 1, 1, 8),
+    "k": torch.zeros(1, 32769, 1, 8).to(torch.float8_e4m3fn),
+    "v": torch.zeros(1, 32769, 1, 8).to(torch.float8_e4m3fn),
+}
 UNSUPPORTED = (
+    DENSE(
+        """impl='tiled': seqlen_k_per_split=128 cuts 32769 keys into 257 parts, and at most 256 can
+        be combined: write seqlen_k_per_split=256 or more (max_seqlen_k bounds the keys of packed
+        and paged calls)""",
+        **MANY_KEYS,
+        seqlen_k_per_split=128,
+        impl="tiled",
+    ),
     DENSE(
         """learnable_sink require grad: this package is forward only; call it under
         torch.no_grad() or detach them""",

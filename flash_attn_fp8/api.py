@@ -86,7 +86,8 @@ def flash_attn_func(
             e4m3 where output_scale is given.
         out: (batch, seqlen_q, nheads, head_dim_v), written in place and returned.
         lse: (batch, nheads, seqlen_q) fp32, written in place and returned.
-        seqlen_k_per_split: keys in each split, a multiple of 128, instead of num_splits.
+        seqlen_k_per_split: keys in each split, a multiple of 128, instead of num_splits; large
+            enough for 256 splits to hold the longest sequence.
         impl: "cute", "tiled", "reference", "sim", or None for the best that this machine has. An
             explicit choice never falls back. `explain` says what None chose and why.
 

@@ -139,28 +139,21 @@ def error_of(
     """rel_l2 of one cell: the bf16 output against the exact attention of the tensors as drawn."""
     q, k, v = _data(seqlen, inputs, setting.one_shot)
     step = max(1, seqlen // rows_per_head) if rows_per_head else 1
-    (q8, q_descale), (k8, k_descale), (v8, v_descale) = (
-        quantize_per_kv_head(x, setting.format) for x in (q, k, v)
+    q8, k8, v8 = (
+        quantize(x, dtype=setting.format.dtype, per="batch_head", nheads_kv=NHEADS_KV)
+        for x in (q, k, v)
     )
     out = emulate(
-        q8[:, ::step],
-        k8,
-        v8,
+        q8.values[:, ::step],
+        k8.values,
+        v8.values,
         setting.policy,
         tile_n=seqlen if setting.one_shot else TILE_N,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        q_descale=q8.descale,
+        k_descale=k8.descale,
+        v_descale=v8.descale,
     )
     return rel_l2(out.bfloat16(), _exact(seqlen, inputs, setting.one_shot, step))
-
-
-def quantize_per_kv_head(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Codes and (batch, NHEADS_KV) scales of x (batch, seqlen, heads, d), as FA4's descales are."""
-    batch, seqlen, heads, d = x.shape
-    grouped = x.reshape(batch, seqlen, NHEADS_KV, heads // NHEADS_KV * d)
-    codes = quantize(grouped, dtype=fmt.dtype, per="batch_head")
-    return codes.values.reshape(x.shape), codes.descale
 
 
 # ------------------------------------------------------------------------------------ data

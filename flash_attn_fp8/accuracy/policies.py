@@ -26,7 +26,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.accuracy.measure import emulate, emulate_problem, exact, rel_l2
+from flash_attn_fp8.accuracy.measure import emulate, emulate_problem, emulation, exact, rel_l2
 from flash_attn_fp8.api import flash_attn_func
 from flash_attn_fp8.call import Call
 from flash_attn_fp8.checks import problem_of
@@ -227,6 +227,7 @@ class Comparison:
 
 def _pair_rows(case: Case, drawn: Drawn, expected: Tensor, name: str) -> list[Row]:
     labels: dict[str, Scalar] = {"scores": case.scores, "keys": case.keys, "policy": name}
+    labels |= emulation()
     policy = POLICIES[name]
     q, k, v = (x.to(policy.format.dtype) for x in (drawn.q, drawn.k, drawn.v))
     ends = _Ends(policy)
@@ -331,7 +332,7 @@ def _v_scale_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
         spec = TiledSpec(POLICIES["e4m3 (8, 0.75)"].replace(row_sum=row_sum))
         out, found_lse = emulate_problem(how, described, spec)
         out = out * largest[..., None] if "max" in way else out
-        case = {"V": name, "v_scale": way, "row_sum": row_sum}
+        case = {"V": name, "v_scale": way, "row_sum": row_sum, **emulation()}
         found.append(Row.of(case, "tiled", "rel_l2, per-token V", "ratio", rel_l2(out, expected)))
         error = float((found_lse - lse).abs().max())
         found.append(Row.of(case, "tiled", "LSE error, per-token V", "nats", error))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.accuracy.measure import Scores, emulate, exact, rel_l2
+from flash_attn_fp8.accuracy.measure import Scores, emulate, emulation, exact, rel_l2
 from flash_attn_fp8.api import flash_attn_varlen_func
 from flash_attn_fp8.call import Call, describe
 from flash_attn_fp8.checks import problem_of
@@ -93,6 +93,7 @@ class Report:
         lines = [
             f"accuracy of {self.recipe} attention on {self.tensors}",
             f"policy {self.policy}",
+            "emulated with {tile}, {accumulator} accumulator".format_map(emulation()),
             "rel_l2 of the output against exact attention of the tensors as given",
             "",
             *_table(("by source", "error"), [(what[n], _e(x)) for n, x in self.sources.items()]),

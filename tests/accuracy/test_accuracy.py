@@ -42,6 +42,20 @@ def test_table_rows_carry_ours_theirs_and_the_deviation() -> None:
     assert deviation.value == pytest.approx(100 * (ours.value / theirs.value - 1))
 
 
+def test_every_row_says_what_was_emulated() -> None:
+    table = Table((256,), (PUBLISHED_SETTINGS[0], PUBLISHED_SETTINGS[3]), rows_per_head=8)
+    rows = [row for step in table.rows() for row in step]
+    tiles = {row.case["setting"]: row.case["tile"] for row in rows}
+    assert tiles == {
+        "e4m3 (8, 4) UNSAFE": "128 keys a tile",
+        "e4m3 quantisation only": "all keys in a tile",
+    }
+    rows += next(Comparison((Case("tail", 256, 32, 1),), ("e4m3 (8, 0)",)).rows())
+    rows += next(VScale().rows())
+    assert all(row.case["accumulator"] == "fp32" for row in rows)
+    assert all("keys" in row.case["tile"] for row in rows)
+
+
 def test_random_numbers_are_those_of_a_gpu() -> None:
     (found,) = published.randn_like_cuda([(4,)])
     assert [round(x, 4) for x in found.tolist()] == CUDA_SEED_0
@@ -195,6 +209,7 @@ def test_report_prints_itself() -> None:
     text = str(fa.accuracy_report(*tensors(nheads=16)))
     for part in ("by source", "query head", "(the worst 8 of 16)", "worst: sequence", "instead"):
         assert part in text
+    assert "emulated with 128 keys a tile, fp32 accumulator" in text
     assert text.splitlines()[0].startswith("accuracy of e4m3 per batch_head attention on q=fp32[1,")
 
 

@@ -222,7 +222,7 @@ def _decode(impl: str, **changes: Tensor) -> Thunk:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_debug_mode_reads_values(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLASH_ATTN_FP8_DEBUG=1 refuses on the device what the CPU refuses; a good call is unchanged."""
+    """FLASH_ATTN_FP8_DEBUG=1 refuses what the CPU refuses; a good call is unchanged."""
     monkeypatch.setenv("FLASH_ATTN_FP8_DEBUG", "1")
     with pytest.raises(fa.InvalidArguments, match=name):
         _decode(impl, **{name: FAULTS[name]})()

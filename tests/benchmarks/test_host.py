@@ -45,7 +45,7 @@ def test_a_measured_call_goes_as_far_as_the_executor(
 
 
 def test_rows_have_every_run_in_microseconds() -> None:
-    found = list(host.rows("cpu", runs=3, count=2))
+    found = host.rows("cpu", runs=3, count=2)
     assert [row.case["call"] for row in found[::2]] == list(CALLS)
     assert all(len(row.runs) == 3 and row.unit == "us" and min(row.runs) > 0 for row in found)
     assert ops.execute.__module__ == "flash_attn_fp8.run"  # put back

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, get_args
 
@@ -271,12 +271,23 @@ def _v_kinds(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-class _ScaleOnP(Traits):
-    """Traits of a kernel that multiplies P by V's scale before rounding, as one does in 16 bits."""
+@dataclass(frozen=True)
+class _Altered(Traits):
+    """Traits of a kernel that the package would not build: both choices about V's scale are free.
+
+    As in 16 bits, P is multiplied by V's scale before rounding unless `in_exponent`.
+    """
+
+    in_exponent: bool = True
+    exact_sum: bool = True
 
     @property
     def v_scale_in_exponent(self) -> bool:
-        return False
+        return self.in_exponent
+
+    @property
+    def exact_row_sum(self) -> bool:
+        return self.exact_sum
 
 
 @dataclass(frozen=True)
@@ -319,16 +330,17 @@ def _v_scale_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
     problem = problem_of(plain)
     expected, lse = torch.empty(problem.out_shape), torch.empty(problem.lse_shape)
     definition.run(problem, plain.operands, expected, lse)
-    on_p = Traits.__new__(_ScaleOnP)
-    on_p.__dict__.update(vars(problem.traits))
-    scaled_p = type(problem)(on_p, problem.sizes, problem.request)
     ways = {
-        "P · v_scale": (scaled_p, plain),
-        "P · v_scale / max over the head": (scaled_p, call(codes.descale / largest)),
-        "v_scale in the exponent": (problem, plain),
+        "P · v_scale": (False, plain),
+        "P · v_scale / max over the head": (False, call(codes.descale / largest)),
+        "v_scale in the exponent": (True, plain),
     }
     found = []
-    for (way, (how, described)), row_sum in product(ways.items(), get_args(RowSum)):
+    for (way, (in_exponent, described)), row_sum in product(ways.items(), get_args(RowSum)):
+        traits = _Altered(
+            **vars(problem.traits), in_exponent=in_exponent, exact_sum=row_sum == "exact"
+        )
+        how = replace(problem, traits=traits)
         spec = TiledSpec(POLICIES["e4m3 (8, 0.75)"].replace(row_sum=row_sum))
         out, found_lse = emulate_problem(how, described, spec)
         out = out * largest[..., None] if "max" in way else out

@@ -290,10 +290,31 @@ def test_the_evidence_for_the_defaults() -> None:
     assert peaked["e4m3 (8, 0.75)"] < peaked["e4m3 (6, 2.75)"] < peaked["e4m3 (8, 4) UNSAFE"]
 
 
-def test_v_scales_belong_in_the_exponent() -> None:
+@pytest.fixture(scope="module")
+def v_scale_errors() -> dict[tuple[str, str, str], float]:
+    """The output's error by kind of V, place of its scale and row sum."""
     rows = [row for found in VScale().rows() for row in found if row.metric.startswith("rel_l2")]
-    exact_sum = [row for row in rows if row.case["row_sum"] == "exact"]
-    assert len({row.case["V"] for row in rows}) == len(VScale())
-    for kind in {row.case["V"] for row in exact_sum}:
-        errors = {r.case["v_scale"]: r.value for r in exact_sum if r.case["V"] == kind}
+    return {(r.case["V"], r.case["v_scale"], r.case["row_sum"]): r.value for r in rows}
+
+
+def test_v_scales_belong_in_the_exponent(v_scale_errors) -> None:
+    kinds, ways, _ = (dict.fromkeys(names) for names in zip(*v_scale_errors, strict=True))
+    assert len(kinds) == len(VScale())
+    for kind in kinds:
+        errors = {way: v_scale_errors[kind, way, "exact"] for way in ways}
         assert min(errors, key=errors.__getitem__) == "v_scale in the exponent"
+
+
+def test_v_scales_in_the_exponent_need_the_exact_sum(v_scale_errors) -> None:
+    """Rows of very different sizes: the rounded P of small ones is 0, their share of l is not."""
+    wide = "rows × lognormal(σ = 2)"
+    exactly, quantized = (
+        v_scale_errors[wide, "v_scale in the exponent", s] for s in ("exact", "quantized")
+    )
+    assert quantized > 10 * exactly
+
+
+def test_both_row_sums_are_measured_for_every_place(v_scale_errors) -> None:
+    for (kind, way, row_sum), error in v_scale_errors.items():
+        if row_sum == "exact":
+            assert error != v_scale_errors[kind, way, "quantized"], (kind, way)

@@ -179,8 +179,8 @@ def _numpy() -> ModuleType:
         import numpy
     except ImportError as missing:
         raise ResultsError(
-            "the published data are drawn with NumPy, which the `bench` extra brings: "
-            "pip install 'flash-attn-fp8[bench]'"
+            "the published data are drawn with NumPy: pip install numpy (or '.[bench]' in a "
+            "checkout)"
         ) from missing
     return numpy
 

@@ -1,6 +1,7 @@
 """The accuracy figures: the published ones come out, and a report says what is true of a tensor."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from flash_attn_fp8.accuracy.policies import Case, Comparison, VScale
 from flash_attn_fp8.accuracy.published import PUBLISHED, PUBLISHED_SETTINGS, Setting, Table
 from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.results import ResultsError
 
 # The acceptance limit of the reproduction, relative to a published figure. In full every cell is
 # within 0.1 % (benchmarks/results/accuracy.md); what is left here is the sampling of query rows.
@@ -59,6 +61,12 @@ def test_every_row_says_what_was_emulated() -> None:
 def test_random_numbers_are_those_of_a_gpu() -> None:
     (found,) = published.randn_like_cuda([(4,)])
     assert [round(x, 4) for x in found.tolist()] == CUDA_SEED_0
+
+
+def test_without_numpy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(ResultsError, match="pip install numpy"):
+        published.randn_like_cuda([(4,)])
 
 
 @pytest.mark.gpu

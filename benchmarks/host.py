@@ -6,7 +6,8 @@ allocating its results. A call on the CPU, or in debug mode, also reads the valu
 scale tensors, which no CUDA call does: that is a column of its own.
 
 Each figure is the median of RUNS means over CALLS calls, in time of the one thread that works: the
-wall clock also counts what other processes take. The tensors are a GPU's where there is one. Writes benchmarks/results/host.{json,md}.
+wall clock also counts what other processes take. The tensors are a GPU's where there is one.
+Writes benchmarks/results/host.{json,md}.
 """
 
 import time

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_attn_fp8.call import Call, Operands, Options
 from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.packed import sequence_of_rows
 from flash_attn_fp8.problem import Problem, Sizes
 
 
@@ -155,10 +156,9 @@ def _used_rows(
         return scale[page[seen], (slot % page_size)[seen]]
     if cu_seqlens is not None and used is not None:
         slot = torch.arange(scale.shape[1], device=scale.device)
-        owner = torch.searchsorted(cu_seqlens[1:].contiguous(), slot, right=True)
-        owner = owner.clamp(max=max(0, used.shape[0] - 1))
         if used.shape[0] == 0:
             return scale[0, :0]
+        owner = sequence_of_rows(cu_seqlens, scale.shape[1])
         seen = (slot - cu_seqlens[owner] < used[owner]) & (slot < cu_seqlens[-1])
         return scale[0][seen]
     if used is None:

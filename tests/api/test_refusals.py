@@ -337,7 +337,36 @@ QUANTIZE = {
     ),
     "bounds dtype": (
         {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": ints(0, 6).long()},
-        "cu_seqlens must be a vector of int32, got int64",
+        "cu_seqlens must be a vector of int32, got int64[2]",
+    ),
+    "bounds rank": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": torch.zeros(2, 2).int()},
+        "cu_seqlens must be a vector of int32, got int32[2, 2]",
+    ),
+    "bounds type": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": [0, 6]},
+        "cu_seqlens must be a vector of int32, got list [0, 6]",
+    ),
+    "bounds device": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": ints(0, 6).to("meta")},
+        "cu_seqlens is on meta and x on cpu; move one",
+    ),
+    "no sequence": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": ints(0)},
+        "cu_seqlens has 1 entries, which bound no sequence; give batch + 1",
+    ),
+    "KV heads": ({"nheads_kv": 2}, "nheads_kv=2 does not divide the 3 heads of x; give a divisor"),
+    "no KV heads": (
+        {"nheads_kv": 0},
+        "nheads_kv=0 does not divide the 3 heads of x; give a divisor",
+    ),
+    "KV heads type": (
+        {"nheads_kv": True},
+        "nheads_kv=True must be an int, the number of KV heads",
+    ),
+    "KV heads of a tensor": (
+        {"nheads_kv": 3, "per": "tensor"},
+        "nheads_kv=3 groups heads, and per='tensor' has one scale; leave it out",
     ),
 }
 

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn_fp8 as fa
-from flash_attn_fp8 import call, check_scales, checks, entry, errors, ops, values
+from flash_attn_fp8 import call, check_scales, checks, entry, errors, kvcache, ops, values
 from tests.api.calls import BASES, Arguments, codes, dense, ints, packed, paged_pool, same_bits
 from tests.api.refusal_cases import INVALID, UNSUPPORTED, VALUES, Case
 
@@ -73,8 +73,11 @@ def test_the_line_to_reproduce_it_does(case: Case) -> None:
 def _beyond_text(arguments: Arguments) -> bool:
     """Whether a fault lies in what the text of a call does not say: devices, grad, no tensors."""
     tensors = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
-    operands = {n: t for n, t in arguments.items() if n in call.Operands._fields}
-    wrong = [t for t in operands.values() if not isinstance(t, torch.Tensor)]
+    names = {*call.Operands._fields, *kvcache.NAMES_WITH_SEQUENCES.values()}
+    numbers = {"output_scale": (int, float), "cache_seqlens": (int,)}
+    operands = {n: t for n, t in arguments.items() if n in names}
+    wrong = [n for n, t in operands.items()
+             if not isinstance(t, torch.Tensor) and type(t) not in numbers.get(n, ())]  # fmt: skip
     return bool(wrong) or any(t.requires_grad or t.is_meta for t in tensors)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_fp8 as fa
-from flash_attn_fp8.checks import IMPLS, problem_of
+from flash_attn_fp8.check_options import IMPLS
+from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.plan import plan_for
 from flash_attn_fp8.run import execute
 from flash_attn_fp8.support import EXECUTORS

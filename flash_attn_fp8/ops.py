@@ -1,9 +1,9 @@
 """The torch custom ops, and the way round them for eager calls.
 
 `forward(call)` is what every public function runs. An eager call on plain tensors goes straight to
-check, plan, run; a compiler, an exporter, a fake or meta tensor or a dispatch mode sees one opaque
-node, `flash_attn_fp8::forward`, whose fake does the same checks on shapes that may be symbolic. An
-op costs tens of microseconds in eager mode, so only those who need one pay.
+check, plan, run; a compiler, an exporter, vmap, a fake or meta tensor or a dispatch mode sees one
+opaque node, `flash_attn_fp8::forward`, whose fake does the same checks on shapes that may be
+symbolic. An op costs tens of microseconds in eager mode, so only those who need one pay.
 
 Registered on import, before any backend is loaded, so that a first call can already be compiled.
 """
@@ -91,7 +91,9 @@ def _metadata(call: Call) -> Any:
 def _is_eager(o: Operands) -> bool:
     if not isinstance(o.q, Tensor):
         return True  # to be refused
-    return type(o.q) in _PLAIN and not o.q.is_meta and not is_in_torch_dispatch_mode()
+    transformed = torch._C._functorch.maybe_current_level() is not None  # by vmap, jvp, ...
+    plain = type(o.q) in _PLAIN and not o.q.is_meta
+    return plain and not transformed and not is_in_torch_dispatch_mode()
 
 
 def _forward_eager(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -210,6 +212,20 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return _empty_out(problem, q), (lse if lse is not None else q.new_empty(0, dtype=torch.float32))
 
 
+@_forward_op.register_vmap
+def _forward_vmap(
+    info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Sample by sample, whose bits then are those of calls without vmap."""
+    samples = [
+        _forward_op(
+            *(x if at is None else x.select(at, i) for x, at in zip(args, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0, 0)
+
+
 @torch.library.custom_op(
     "flash_attn_fp8::forward_out",
     mutates_args=("out", "lse"),
@@ -223,6 +239,11 @@ def _forward_out_op(*args: Any) -> None:
 @_forward_out_op.register_fake
 def _forward_out_fake(*args: Any) -> None:
     _fake_problem(_call_of(*args))
+
+
+@_forward_out_op.register_vmap
+def _forward_out_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> None:
+    raise Unsupported("out and lse cannot be written under vmap; drop them, and use the results")
 
 
 def _fake_problem(call: Call) -> Problem:

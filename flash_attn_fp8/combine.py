@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flash_attn_fp8.call import describe
-from flash_attn_fp8.checks import MAX_SPLITS
+from flash_attn_fp8.check_buffers import overlaps
+from flash_attn_fp8.check_options import MAX_SPLITS
 from flash_attn_fp8.errors import Refusal
 from flash_attn_fp8.formats import dtype_name
 
@@ -156,6 +157,8 @@ def _check(
         bad(f"output cannot be {dtype_name(dtype)}; it can be fp32, bf16, fp16")
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
         bad(f"out must be {dtype_name(dtype)}{list(out_partial.shape[1:])}, got {describe(out)}")
+    elif out is not None and overlaps(out):
+        bad(f"out has strides {list(out.stride())}, in which elements share memory; clone it")
     _check_lengths(out_partial, cu_seqlens, seqused, refusal)
     others = {"lse_partial": lse_partial, "out": out, "cu_seqlens": cu_seqlens, "seqused": seqused}
     for name, other in others.items():

@@ -105,7 +105,7 @@ class Explanation:
             ),
             f"  splits    {parts}",
             f"  tiles     {'query heads packed' if plan.pack_gqa else 'one query head each'}",
-            f"  metadata  {'computed by the plan' if plan.scheduler_metadata else 'none'}",
+            f"  metadata  {'none' if plan.disable_scheduler_metadata else 'computed by the plan'}",
             f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
         ]
         first = " was asked for" if problem.request.impl else " comes first"
@@ -217,23 +217,29 @@ def parse_call(text: str) -> Call:
         raise InvalidArguments(
             f"{text!r} is no call; write flash_attn_func(q=e4m3[1, 128, 8, 64], ...)"
         )
-    operands: dict[str, Tensor] = {}
+    operands: dict[str, object] = {}
     options: dict[str, object] = {}
     refused: list[str] = []
+    names = kvcache.NAMES if match[1] == "flash_attn_with_kvcache" else {}
+    fields = {names.get(field, field): field for field in (*Operands._fields, *Options._fields)}
     for name, value in _arguments(match[2]):
-        if name in Operands._fields and name not in operands:
-            operands[name] = _parse_tensor(name, value)
-        elif name in Options._fields and (name not in REMEDY or value == "False"):
-            options[name] = _parse_value(name, value)
+        field = fields.get(name, "")
+        if name == "cache_batch_idx" and names and "page_table" not in operands:
+            names, field = kvcache.NAMES_WITH_SEQUENCES, "page_table"
+        if field in Operands._fields and field not in operands:
+            number = field in ("output_scale", "seqused_k") and not _TENSOR.fullmatch(value)
+            operands[field] = (_parse_value if number else _parse_tensor)(name, value)
+        elif field in Options._fields:
+            options[field] = _parse_value(field, value)
         elif name in REMEDY:
             refused.append(f"{name}={value}: {REMEDY[name]}")
         else:
-            known = ", ".join((*Operands._fields, *Options._fields))
+            known = ", ".join(fields)
             raise InvalidArguments(f"{name!r} is no part of a call; known: {known}")
-    missing = [name for name in "qkv" if name not in operands]
+    missing = [names.get(field, field) for field in "qkv" if field not in operands]
     if missing:
         raise InvalidArguments(f"{', '.join(missing)} missing in {text!r}")
-    return Call(match[1], Operands(**operands), Options(**options), tuple(refused))  # type: ignore[arg-type]
+    return Call(match[1], Operands(**operands), Options(**options), tuple(refused), names)  # type: ignore[arg-type]
 
 
 def _arguments(text: str) -> Iterator[tuple[str, str]]:
@@ -267,13 +273,23 @@ def _ints(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A value of a kind that text does not bring back; to be refused, and printed as it was."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def _parse_value(name: str, text: str) -> object:
     if _TENSOR.fullmatch(text):
         return _parse_tensor(name, text)
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = float(text) if text in ("nan", "inf", "-inf") else text
+        value = float(text) if text in ("nan", "inf", "-inf") else _Unread(text)
         dtype = FORMATS[text].dtype if text in FORMATS else getattr(torch, text, None)
         return dtype if name == "out_dtype" and isinstance(dtype, torch.dtype) else value
     return value

@@ -65,6 +65,7 @@ FP32 = Format("fp32", torch.float32, 32, torch.finfo(torch.float32).max, 23, 127
 FORMATS = {f.name: f for f in (E4M3, E5M2, INT8, FP16, BF16, FP32)}
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
 
+OUT_FORMATS = (BF16, FP16, FP32, E4M3, E5M2)
 QUANTIZED = (E4M3, E5M2, INT8)
 
 

@@ -102,7 +102,7 @@ class Plan:
     spec: TiledSpec | ReferenceSpec
     split: Split
     pack_gqa: bool
-    scheduler_metadata: bool
+    disable_scheduler_metadata: bool
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
@@ -113,13 +113,25 @@ def plan_for(problem: Problem, target: Target) -> Plan:
     Raises:
         Unsupported: the executor that was asked for, or every one, has a reason against it.
     """
+    impl, rejected = executor_for(problem, target)
+    return _plan(impl, problem, target, rejected)
+
+
+def executor_for(
+    problem: Problem, target: Target
+) -> tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+    """The executor of a problem, whose sizes may be symbolic, and those passed over, with reasons.
+
+    Raises:
+        Unsupported: see `plan_for`.
+    """
     asked = problem.request.impl
     candidates = EXECUTORS if asked is None else (asked,)
     rejected: list[tuple[str, tuple[str, ...]]] = []
     for impl in candidates:
         reasons = reasons_against(impl, problem, target)
         if not reasons:
-            return _plan(impl, problem, target, tuple(rejected))
+            return impl, tuple(rejected)
         rejected.append((impl, reasons))
     refusal = Refusal(unsupported=[f"impl={impl!r}: {r}" for impl, why in rejected for r in why])
     raise refusal.error(f"no executor on {target.arch} for this call")
@@ -137,7 +149,7 @@ def _plan(
         spec=_tiled(problem, target) if impl == "tiled" else ReferenceSpec(),
         split=_split(problem, target, pack_gqa),
         pack_gqa=pack_gqa,
-        scheduler_metadata=request.scheduler_metadata and traits.q_layout == "varlen",
+        disable_scheduler_metadata=request.disable_scheduler_metadata or traits.q_layout == "dense",
         rejected=rejected,
     )
 

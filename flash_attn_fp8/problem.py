@@ -107,7 +107,7 @@ class Request:
     seqlen_k_per_split: int | None = None
     pack_gqa: bool | None = None
     deterministic: bool = False
-    scheduler_metadata: bool = True
+    disable_scheduler_metadata: bool = False
     policy_given: bool = False
     impl: str | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flash_attn_fp8.checks import MAX_SPLITS, SPLIT_MULTIPLE
+from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
 from flash_attn_fp8.target import Target
 

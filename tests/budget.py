@@ -76,6 +76,7 @@ class Budget:
 
 def budget_of(call: Call) -> Budget:
     """Derive the budget of a call from its own operands and policy."""
+    call = call.with_tensors()
     call = call._replace(
         options=call.options._replace(out_dtype=torch.float32, return_lse=True, impl=None),
         operands=call.operands._replace(out=None, lse=None, output_scale=None),
@@ -109,7 +110,7 @@ def budget_of(call: Call) -> Budget:
 def assert_within_budget(call: Call, out: Tensor, lse: Tensor | None = None) -> Budget:
     """Check a call's results against its budget; returns it for further checks."""
     budget = budget_of(call)
-    check_within(budget, out, lse, call.operands.output_scale)
+    check_within(budget, out, lse, call.with_tensors().operands.output_scale)
     return budget
 
 

@@ -284,7 +284,7 @@ def test_a_deterministic_plan_does_not_look_at_batch_lengths_or_device() -> None
             )
             assert explanation.plan is not None
             plan = explanation.plan
-            plans.add((plan.impl, plan.split, plan.pack_gqa, plan.scheduler_metadata))
+            plans.add((plan.impl, plan.split, plan.pack_gqa, plan.disable_scheduler_metadata))
     assert len(plans) == 1
 
 

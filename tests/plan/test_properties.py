@@ -16,7 +16,8 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8.call import Call
-from flash_attn_fp8.checks import MAX_SPLITS, examine, problem_of
+from flash_attn_fp8.check_options import MAX_SPLITS
+from flash_attn_fp8.checks import examine, problem_of
 from flash_attn_fp8.explain import parse_call
 from flash_attn_fp8.formats import FORMATS, format_of
 from flash_attn_fp8.plan import Split, TiledSpec, plan_for

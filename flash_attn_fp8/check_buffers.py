@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from flash_attn_fp8.call import Call, Operands
-from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.errors import Refusal, Unsupported
 from flash_attn_fp8.formats import dtype_name
 from flash_attn_fp8.overlap import overlaps_itself, share_memory
 from flash_attn_fp8.problem import Problem
@@ -36,6 +37,19 @@ def overlaps(t: Tensor) -> bool:
     if all(isinstance(n, int) for n in (*shape, *strides)):
         return overlaps_itself(shape, strides)
     return any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))
+
+
+def check_mapped(name: str, buffer: Tensor, result: Tensor) -> None:
+    """Refuse a buffer that the samples of a vmap share; each has a result of its own.
+
+    Raises:
+        Unsupported: the result is mapped, and the buffer is not.
+    """
+    if _functorch.is_batchedtensor(result) and not _functorch.is_batchedtensor(buffer):
+        raise Unsupported(
+            f"{name} is one tensor for all samples of vmap, and each has a result of its own; map "
+            f"it as well, or drop it and use the result"
+        )
 
 
 def check_memory(call: Call) -> None:

@@ -9,11 +9,14 @@ need. A reason names the argument, the value found and what to write instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 from flash_attn_fp8.call import Call, Operands, Options, describe
 from flash_attn_fp8.check_buffers import check_buffers
@@ -76,7 +79,10 @@ def examine(call: Call) -> tuple[Problem | None, Refusal]:
     window = check_constants(call, refusal)
     if not _are_tensors(call, refusal):
         return None, refusal
-    _check_autograd_and_devices(call.operands, refusal)
+    operands = call.operands._asdict()
+    tensors = {refusal.name(n): t for n, t in operands.items() if isinstance(t, Tensor)}
+    check_autograd(tensors, refusal)
+    _check_devices(tensors, refusal)
     layout = _layout(call.operands, refusal)
     formats = _formats(call.operands, refusal)
     if formats is None:
@@ -115,21 +121,42 @@ def _are_tensors(call: Call, refusal: Refusal) -> bool:
     return True
 
 
-def _check_autograd_and_devices(o: Operands, refusal: Refusal) -> None:
-    tensors = {refusal.name(n): t for n, t in o._asdict().items() if isinstance(t, Tensor)}
-    if torch.is_grad_enabled():
-        needing = [name for name, t in tensors.items() if t.requires_grad]
-        if needing:
-            refusal.shows_in_text = False
-            refusal.unsupported.append(
-                f"{', '.join(needing)} require grad: this package is forward only; call it under "
-                f"torch.no_grad() or detach them"
-            )
-    elsewhere = {n: str(t.device) for n, t in tensors.items() if t.device != o.q.device}
+def check_autograd(tensors: Mapping[str, Tensor], refusal: Refusal) -> None:
+    """Refuse tensors of a derivative, backward or forward; the result would have lost it."""
+    needing = [name for name, t in tensors.items() if t.requires_grad and torch.is_grad_enabled()]
+    if needing:
+        refusal.shows_in_text = False
+        refusal.unsupported.append(
+            f"{', '.join(needing)} require grad: this package is forward only; call it under "
+            f"torch.no_grad() or detach them"
+        )
+    dual = [name for name, t in tensors.items() if has_tangent(t)]
+    if dual:
+        refusal.shows_in_text = False
+        refusal.unsupported.append(
+            f"{', '.join(dual)} carry tangents: this package has no derivatives, in forward mode "
+            f"neither; detach them"
+        )
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether `t` is a dual number of forward-mode differentiation (torch.func.jvp, jacfwd)."""
+    if forward_ad._current_level < 0:
+        return False
+    while _functorch.is_batchedtensor(t):
+        if torch.compiler.is_compiling():
+            return True  # nothing looks into it there; all that is known is that jvp runs
+        t = _functorch.get_unwrapped(t)
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _check_devices(tensors: Mapping[str, Tensor], refusal: Refusal) -> None:
+    device = tensors["q"].device
+    elsewhere = {n: str(t.device) for n, t in tensors.items() if t.device != device}
     if elsewhere:
         refusal.shows_in_text = False
         refusal.invalid.append(
-            f"q is on {o.q.device}, but {', '.join(f'{n} on {d}' for n, d in elsewhere.items())}; "
+            f"q is on {device}, but {', '.join(f'{n} on {d}' for n, d in elsewhere.items())}; "
             f"all tensors must be on one device"
         )
 

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flash_attn_fp8.call import Call, Operands, Options
-from flash_attn_fp8.check_buffers import check_memory
+from flash_attn_fp8.check_buffers import check_mapped, check_memory
 from flash_attn_fp8.check_options import clamped
-from flash_attn_fp8.checks import check_constants, problem_of, refusal_of
+from flash_attn_fp8.checks import check_constants, has_tangent, problem_of, refusal_of
 from flash_attn_fp8.errors import Refusal, Unsupported
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, executor_for, plan_for
@@ -93,7 +94,8 @@ def _is_eager(o: Operands) -> bool:
         return True  # to be refused
     transformed = torch._C._functorch.maybe_current_level() is not None  # by vmap, jvp, ...
     plain = type(o.q) in _PLAIN and not o.q.is_meta
-    return plain and not transformed and not is_in_torch_dispatch_mode()
+    dual = forward_ad._current_level >= 0
+    return plain and not transformed and not dual and not is_in_torch_dispatch_mode()
 
 
 def _forward_eager(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -161,6 +163,7 @@ def _forward_through_op(call: Call) -> tuple[Tensor, Tensor | None]:
     if o.lse is not None:
         if o.lse.shape != lse.shape or o.lse.dtype != lse.dtype:
             problem_of(call)  # raises: copy_ would broadcast and convert
+        check_mapped("lse", o.lse, lse)
         lse = o.lse.copy_(lse)
     return out, (lse if wants_lse else None)
 
@@ -181,6 +184,8 @@ def _check_before_op(call: Call) -> None:
         raise refusal.error(f"{call.function}(...)")
     tensors = [t for t in o if isinstance(t, Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        problem_of(call)
+    if any(has_tangent(t) for t in tensors):
         problem_of(call)
     batched = o.q if o.cu_seqlens_q is None else o.cu_seqlens_q
     if o.seqused_k is not None and not isinstance(o.seqused_k, Tensor) and batched.ndim == 0:
@@ -243,7 +248,7 @@ def _forward_out_fake(*args: Any) -> None:
 
 @_forward_out_op.register_vmap
 def _forward_out_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> None:
-    raise Unsupported("out and lse cannot be written under vmap; drop them, and use the results")
+    raise Unsupported("out cannot be written under vmap; drop it, and use the result")
 
 
 def _fake_problem(call: Call) -> Problem:

@@ -91,6 +91,21 @@ def test_what_needs_shapes_is_refused_by_the_fake() -> None:
         _compiled(fa.flash_attn_func)(**dense(), learnable_sink=torch.ones(3))
 
 
+def test_tangents_are_refused_while_tracing() -> None:
+    x = dense()
+
+    def derivative(sink: Tensor) -> Tensor:
+        tangent: Tensor = torch.func.jvp(
+            lambda sink: fa.flash_attn_func(**x, learnable_sink=sink)[0],
+            (sink,),
+            (torch.ones(4),),
+        )[1]
+        return tangent
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="learnable_sink carry tangents"):
+        _compiled(derivative)(sink=torch.ones(4))
+
+
 # ------------------------------------------------------------------------------------- executors
 
 UNEXECUTED: tuple[Arguments, ...] = (
@@ -205,8 +220,37 @@ def test_a_mapped_call_is_checked() -> None:
         torch.func.vmap(lambda k: fa.flash_attn_func(q, k, k, softcap=-1.0)[0])(k)
 
 
-def test_a_mapped_call_writes_no_buffers() -> None:
+def test_a_mapped_buffer_is_written() -> None:
+    x, lse = dense(), torch.empty(2, 2, 4, 6)
+    q = torch.stack([x["q"], x["q"].flip(0)])
+    torch.func.vmap(lambda q, lse: fa.flash_attn_func(q, x["k"], x["v"], lse=lse)[0])(q, lse)
+    for i in range(2):
+        wanted = fa.flash_attn_func(q[i], x["k"], x["v"], return_lse=True)[1]
+        assert same_bits(lse[i], wanted)
+    x = partials()
+    parts, out = torch.stack([x["out_partial"], x["out_partial"] + 1]), torch.empty(2, 2, 5, 4, 16)
+    torch.func.vmap(lambda part, out: fa.flash_attn_combine(part, x["lse_partial"], out=out)[0])(
+        parts, out
+    )
+    for i in range(2):
+        assert same_bits(out[i], fa.flash_attn_combine(parts[i], x["lse_partial"])[0])
+
+
+def test_a_buffer_of_all_samples_is_refused() -> None:
+    x = dense()
+    q, lse = torch.stack([x["q"]] * 2), torch.zeros(2, 4, 6)
+    with pytest.raises(fa.Unsupported, match="lse is one tensor for all samples of vmap"):
+        torch.func.vmap(lambda q: fa.flash_attn_func(q, x["k"], x["v"], lse=lse)[0])(q)
+    x = partials()
+    parts, out = torch.stack([x["out_partial"]] * 2), torch.zeros(2, 5, 4, 16)
+    with pytest.raises(fa.Unsupported, match="out is one tensor for all samples of vmap"):
+        torch.func.vmap(lambda p: fa.flash_attn_combine(p, x["lse_partial"], out=out)[0])(parts)
+    assert not lse.any()
+    assert not out.any()
+
+
+def test_a_mapped_forward_writes_no_out() -> None:
     q, k = dense()["q"], torch.stack([dense()["k"]] * 2)
     out = torch.empty(2, 2, 6, 4, 16, dtype=torch.bfloat16)
-    with pytest.raises(fa.Unsupported, match="out and lse cannot be written under vmap"):
+    with pytest.raises(fa.Unsupported, match="out cannot be written under vmap"):
         torch.func.vmap(lambda k, out: fa.flash_attn_func(q, k, k, out=out))(k, out)

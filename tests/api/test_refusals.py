@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8 import (
@@ -239,6 +240,50 @@ def test_grad_is_refused_only_where_it_is_recorded() -> None:
     assert not out.requires_grad
 
 
+def _of_dual(fn: Callable[[torch.Tensor], object], x: torch.Tensor) -> object:
+    with forward_ad.dual_level():
+        return fn(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+FORWARD_MODE: dict[str, Callable[[Callable[..., Any], torch.Tensor], object]] = {
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda fn, x: torch.func.jacfwd(fn)(x),
+    "dual": _of_dual,
+    "jvp of vmap": lambda fn, x: torch.func.jvp(
+        torch.func.vmap(fn), (torch.stack([x, x]),), (torch.ones(2, *x.shape),)
+    ),
+    "vmap of jvp": lambda fn, x: torch.func.vmap(
+        lambda x: torch.func.jvp(fn, (x,), (torch.ones_like(x),))[1]
+    )(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("way", FORWARD_MODE)
+@pytest.mark.parametrize("fn", ["flash_attn_func", "flash_attn_with_kvcache", "flash_attn_combine"])
+def test_tangents_are_refused_and_not_lost(way: str, fn: str) -> None:
+    base, name = {
+        "flash_attn_func": ("dense", "learnable_sink"),
+        "flash_attn_with_kvcache": ("cache", "learnable_sink"),
+        "flash_attn_combine": ("partials", "lse_partial"),
+    }[fn]
+    arguments = BASES[base]()
+    x = arguments.pop(name) if name in arguments else torch.ones(4)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        out = getattr(fa, fn)(**arguments, **{name: x})
+        return out[0] if isinstance(out, tuple) else out
+
+    with pytest.raises(fa.Unsupported) as refusal:
+        FORWARD_MODE[way](of, x)
+    assert refusal.value.reasons == (
+        f"{name} carry tangents: this package has no derivatives, in forward mode neither; "
+        "detach them",
+    )
+    got = _of_dual(lambda x: of(x.detach()), x)
+    assert isinstance(got, torch.Tensor)
+    assert same_bits(got, of(x))
+
+
 # ------------------------------------------------------------------------------ the other functions
 
 COMBINE = {
@@ -291,7 +336,18 @@ COMBINE = {
     ),
     "grad": (
         {"lse_partial": torch.ones(3, 2, 5, 4, requires_grad=True)},
-        ("this package is forward only; call it under torch.no_grad()",),
+        (
+            "lse_partial require grad: this package is forward only; call it under "
+            "torch.no_grad() or detach them",
+        ),
+    ),
+    "flag": (
+        {"return_lse": torch.ones(2, 5, 4)},
+        ("return_lse=fp32[2, 5, 4] must be True or False",),
+    ),
+    "dtype is none": (
+        {"out_dtype": torch.ones(2)},
+        ("out_dtype=fp32[2] must be a torch.dtype: that of fp32, bf16, fp16",),
     ),
     "all at once": (
         {"seqused": ints(1), "virtual_batch_idx": 1, "lse_partial": torch.ones(3)},
@@ -428,6 +484,8 @@ def test_no_reason_is_missing_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "Refusal", Recording)
     for case in EVERY:
         _refusal(case)
+    with pytest.raises(fa.Unsupported):  # a tangent is no part of an argument
+        _of_dual(lambda x: fa.flash_attn_func(**dense(), learnable_sink=x), torch.ones(4))
     for module in (checks, check_options, check_scales, values):
         for path, lines in _lines_that_add_reasons(module):
             hit = any(where == path and line in lines for where, line in sites)

@@ -8,6 +8,7 @@ alone gives (fences next to it are taken as given), so flags built on them are n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -515,9 +516,7 @@ def store_async(ctx: Context, instruction: Instruction) -> Handler:
             w.cluster.cta_of(address).shared.write(
                 np.array([address & OFFSET_MASK]), values, access
             )
-            nbytes, who = values.size, w.name
-            w.cluster.pending.add(
-                lambda m=mbarrier, e=epoch, n=nbytes, s=who: m.complete_tx(n, e, s)
-            )
+            done = partial(mbarrier.complete_tx, values.size, epoch, w.name, w.waits_before())
+            w.cluster.pending.add(done)
 
     return handler

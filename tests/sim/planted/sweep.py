@@ -118,7 +118,9 @@ def _outcome(kernel: Kernel, removal: Removal, executed: int, limit: int) -> Out
         try:
             kernel.run(removal.text, Machine(schedule=schedule, instruction_limit=limit))
         except SimulationError as e:
-            kind = type(e).__name__ if isinstance(e, Finding) else f"{type(e).__name__} (no finding)"
+            kind = (
+                type(e).__name__ if isinstance(e, Finding) else f"{type(e).__name__} (no finding)"
+            )
             return _as(removal, executed, kind, str(e), runs, wrong)
         wrong = max(wrong, kernel.wrong())
     return _as(removal, executed, None, "", runs, wrong)
@@ -141,8 +143,8 @@ def summary(results: list[Outcome]) -> str:
         first = sum(o.runs == 1 for o in found)
         names = ", ".join(f"{n} {name}" for name, n in by_name.most_common())
         lines.append(
-            f"{kind:20} {len(found):3} of {len(executed):3} found ({first} by round robin; {names}); "
-            f"{len(of_kind) - len(executed)} not executed"
+            f"{kind:20} {len(found):3} of {len(executed):3} found ({first} by round robin; "
+            f"{names}); {len(of_kind) - len(executed)} not executed"
         )
     return "\n".join(lines)
 

@@ -66,12 +66,16 @@ FENCE = "fence.acq_rel.cluster;"
 PROXY_FENCE = "fence.proxy.async.shared::cluster;"
 EXPECT = "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r10], 16;"
 COMPLETES = "mbarrier::complete_tx::bytes"
-STORE_ASYNC = f"@%p1 st.async.weak.shared::cluster.{COMPLETES}.v4.b32 [%r40], {{%r5, %r5, %r5, %r5}}, [%r50];"
+STORE_ASYNC = (
+    f"@%p1 st.async.weak.shared::cluster.{COMPLETES}.v4.b32 [%r40], {{%r5, %r5, %r5, %r5}}, [%r50];"
+)
 MULTICAST = (
     f"@%p1 cp.async.bulk.shared::cluster.global.{COMPLETES}.multicast::cluster "
     "[%r0], [%rd0], 16, [%r10], %h0;"
 )
-COPY_ACROSS = f"@%p1 cp.async.bulk.shared::cluster.shared::cta.{COMPLETES} [%r40], [%r0], 16, [%r50];"
+COPY_ACROSS = (
+    f"@%p1 cp.async.bulk.shared::cluster.shared::cta.{COMPLETES} [%r40], [%r0], 16, [%r50];"
+)
 
 
 def arrive_there(barrier: int, how: str = "release") -> str:
@@ -202,7 +206,9 @@ def test_initialised_barriers_reach_the_other_cta(fence, barrier, clean):
     if clean:
         _run(text)
     else:
-        with pytest.raises(Race, match="nothing makes its initialisation by mbarrier.init of warp 0 of"):
+        with pytest.raises(
+            Race, match=r"nothing makes its initialisation by mbarrier\.init of warp 0 of"
+        ):
             _run(text)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,8 +85,15 @@ class Mbarrier:
         """The epoch of an operation that starts now and completes on this barrier."""
         return self.phase + 1
 
-    def complete_tx(self, nbytes: int, epoch: int, who: str) -> None:
-        """An operation that started at `epoch` (`stamp`) is complete."""
+    def complete_tx(
+        self, nbytes: int, epoch: int, who: str, waits: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """An operation that started at `epoch` (`stamp`) is complete.
+
+        `waits` are what it was started after, as (actor, epoch).
+        """
+        for actor, event in waits:
+            self.arriving.observe(actor, event)
         self.tx -= nbytes
         self._check_tx(who)
         self.arriving.observe(self.actor, epoch)

@@ -351,21 +351,20 @@ class Warp:
     def relaxed_release(self) -> Clocks:
         """What a relaxed operation hands on: what was fenced, and which waits came before it."""
         handed = self.fenced.copy()
-        self.cause(handed)
+        for actor, event in self.waits_before():
+            handed.observe(actor, event)
         return handed
 
     def relaxed_acquire(self, clocks: Clocks) -> None:
         """What a relaxed operation takes, for a fence to make it known."""
         self.relaxed.join(clocks)
-        self._caused(self.clocks, clocks)
-
-    def cause(self, handed: Clocks) -> None:
-        """Add which waits came before what this warp does now."""
-        self._caused(handed, self.clocks)
-
-    def _caused(self, into: Clocks, clocks: Clocks) -> None:
         for actor in self.cluster.actors.waits:
-            into.observe(actor, int(clocks.generic[actor]))
+            self.clocks.observe(actor, int(clocks.generic[actor]))
+
+    def waits_before(self) -> list[tuple[int, int]]:
+        """Which waits, as (actor, epoch), came before what this warp does now."""
+        known = self.clocks.generic
+        return [(actor, int(known[actor])) for actor in self.cluster.actors.waits]
 
     def note_init(self) -> tuple[int, int]:
         """The stamp of an `mbarrier.init`, which this warp itself sees at once."""

@@ -86,8 +86,8 @@ def _write_shared(w: Warp, target: Target, values: np.ndarray, *, in_order: bool
     barrier, epoch = target.mbarrier, target.mbarrier.stamp()
     access = w.async_access(barrier.actor, epoch, in_order)
     target.cta.shared.write(_units(target.offset, nbytes), values, access)
-    who = f"a copy by {w.name}"
-    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who))
+    who, waits = f"a copy by {w.name}", w.waits_before()
+    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who, waits))
 
 
 def copy_out(

@@ -151,11 +151,12 @@ def arrive_after_copies(w: Warp, address: int, count: int, no_increment: bool) -
     if not no_increment:
         barrier.pending += count  # so that the arrival changes nothing but the time
 
-    before = Clocks.zero()
-    w.cause(before)
+    waits = w.waits_before()
 
     def arrival(epoch: int) -> None:
-        clocks = before.copy()
+        clocks = Clocks.zero()
+        for actor, event in waits:
+            clocks.observe(actor, event)
         clocks.generic[groups.actor] = epoch
         barrier.arrive(count, clocks, f"cp.async of {w.name}")
 

@@ -518,6 +518,7 @@ def store_async(ctx: Context, instruction: Instruction) -> Handler:
             w.cluster.cta_of(address).shared.write(
                 np.array([address & OFFSET_MASK]), values, access
             )
-            w.cluster.pending.add(partial(mbarrier.complete_tx, values.size, epoch, w.name))
+            done = partial(mbarrier.complete_tx, values.size, epoch, w.name, w.waits_before())
+            w.cluster.pending.add(done)
 
     return handler

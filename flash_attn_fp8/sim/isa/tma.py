@@ -89,8 +89,8 @@ def load(w: Warp, box: Box, into: list[Target]) -> None:
 
 def _complete(w: Warp, target: Target, epoch: int, nbytes: int) -> None:
     who = f"a copy by {w.name}"
-    barrier = target.mbarrier
-    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who))
+    barrier, waits = target.mbarrier, w.waits_before()
+    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who, waits))
 
 
 def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> None:

@@ -1,9 +1,10 @@
 """How fast the simulator is: python -m benchmarks.simulator; a minute after the first time.
 
 flash-attn-4's forward, captured once and executed repeatedly, 256 queries a head: with every check
-and without, over growing numbers of keys (time should be linear in the work), and several heads over
-several processes. Medians of RUNS executions in wall-clock seconds, each launch's first left out
-(it decodes; the first ever also compiles the engine, into the cache). Memory is the process's peak.
+and without, over growing numbers of keys (time should be linear in the work), and several heads
+over several processes. Medians of RUNS executions in wall-clock seconds; each launch's first is
+left out (it decodes; the first ever also compiles the engine, into the cache). Memory is the
+process's peak.
 Writes benchmarks/results/simulator.{json,md}.
 """
 
@@ -76,7 +77,7 @@ def rows() -> list[Row]:
         if workers <= 4:
             found.append(wide.row("all", workers))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    case = {"format": "all", "head_dim": 128, "keys": 4096, "heads": 4, "checks": "all", "workers": 1}
+    case = {**wide.case, "checks": "all", "workers": 1}
     found.append(Row.of(case, "flash-attn-4 forward", "peak memory", "GiB", peak))
     return found
 

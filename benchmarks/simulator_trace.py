@@ -18,9 +18,9 @@ from flash_attn_fp8 import sim
 
 # As FA4's forward numbers its warps (flash_fwd_sm100.py, 4.0.0b36).
 ROLES = {
-    **{w: "softmax 0" for w in range(4)},
-    **{w: "softmax 1" for w in range(4, 8)},
-    **{w: "correction" for w in range(8, 12)},
+    **dict.fromkeys(range(4), "softmax 0"),
+    **dict.fromkeys(range(4, 8), "softmax 1"),
+    **dict.fromkeys(range(8, 12), "correction"),
     12: "mma", 13: "epilogue", 14: "load", 15: "idle",
 }  # fmt: skip
 _COLOURS = {"run": "#3b6ea5", "wait": "#e4e4e4"}
@@ -51,6 +51,7 @@ def draw(trace: sim.Trace, path: Path) -> None:
 
 
 def main() -> None:
+    """Run, and save both forms."""
     captured = Captured("e4m3", keys=512, heads=1)
     trace = sim.Trace(ROLES)
     sim.Machine("sm_100a", trace=trace).launch(

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from flash_attn_fp8.sim.ptx.program import Instruction
     from flash_attn_fp8.sim.state import Cta, Warp
 
-ASYNCHRONOUS = ("cp.async.bulk", "cp.reduce.async.bulk", "tcgen05.mma", "tcgen05.cp", "wgmma.mma_async")
+ASYNCHRONOUS = (
+    "cp.async.bulk",
+    "cp.reduce.async.bulk",
+    "tcgen05.mma",
+    "tcgen05.cp",
+    "wgmma.mma_async",
+)
 
 
 @dataclass

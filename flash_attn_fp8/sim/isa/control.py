@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
 
 _LANE = np.arange(32)
+_SCOPES = ("cta", "cluster", "gpu", "sys")
 _WITH_MASK = Callable[[Warp, int, np.ndarray], None]
 
 
@@ -206,7 +207,7 @@ def fence(ctx: Context, instruction: Instruction) -> Handler:
     known = {
         ("proxy", "alias"), ("mbarrier_init", "release", "cluster"),
         *((s,) for s in ("cta", "gl", "sys", "cluster", "gpu")),
-        *((sem, s) for sem in ("sc", "acq_rel", "acquire", "release") for s in ("cta", "cluster", "gpu", "sys")),
+        *((sem, s) for sem in ("sc", "acq_rel", "acquire", "release") for s in _SCOPES),
     }  # fmt: skip
     if parts not in known:
         ctx.fail("this form of fence")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Case:
     seqlen_k: int = 384
     heads: int = 1
     kv_heads: int = 1
-    mask: model.Mask = model.Mask()  # noqa: RUF009
+    mask: model.Mask = field(default_factory=model.Mask)
     pack_gqa: bool | None = None
     page: int | None = None
     splits: int = 1
@@ -53,7 +53,7 @@ class Case:
     two_ctas: bool | None = None
     tile: int = 128
     sm_count: int = 2
-    checks: Checks = Checks()  # noqa: RUF009
+    checks: Checks = field(default_factory=Checks)
 
     def changed(self, **changes: Any) -> Case:
         return replace(self, **changes)

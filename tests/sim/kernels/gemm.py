@@ -103,4 +103,3 @@ def tensor_map(array: np.ndarray, box: tuple[int, int], swizzle: str) -> TensorM
         element_strides=(1, 1),
         swizzle=swizzle,
     )
-

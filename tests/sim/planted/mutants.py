@@ -69,9 +69,7 @@ def flips(text: str) -> list[Removal]:
         if wait is None:
             continue
         before, parity, after = wait.groups()
-        instead = (
-            f"{{ .reg .b32 flipped; xor.b32 flipped, {parity}, 1; {before}flipped{after} }}"
-        )
+        instead = f"{{ .reg .b32 flipped; xor.b32 flipped, {parity}, 1; {before}flipped{after} }}"
         mutated = "\n".join([*lines[:i], instead, *lines[i + 1 :]])
         found.append(Removal("flipped parity", i + 1, line.strip(), mutated))
     return found

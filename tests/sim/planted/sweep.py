@@ -1,8 +1,8 @@
 """Leaves out every synchronising instruction of a kernel in turn, flips every parity, and says
 which of these mutants were noticed.
 
-    python -m tests.sim.planted.sweep fa4 --out /tmp/fa4.json     # about 3 minutes
-    python -m tests.sim.planted.sweep gemm --out /tmp/gemm.json   # 10 seconds
+    python -m tests.sim.planted.sweep fa4 --out build/planted_fa4.json   # about 3 minutes
+    python -m tests.sim.planted.sweep gemm --out build/planted_gemm.json # 10 seconds
 
 Each mutant runs under round robin, and where that is clean under the other schedules. The results
 name, for each, what was found, or that the run was clean and how many elements came out wrong.
@@ -118,7 +118,9 @@ def _outcome(kernel: Kernel, removal: Removal, executed: int, limit: int) -> Out
         try:
             kernel.run(removal.text, Machine(schedule=schedule, instruction_limit=limit))
         except SimulationError as e:
-            kind = type(e).__name__ if isinstance(e, Finding) else f"{type(e).__name__} (no finding)"
+            kind = (
+                type(e).__name__ if isinstance(e, Finding) else f"{type(e).__name__} (no finding)"
+            )
             return _as(removal, executed, kind, str(e), runs, wrong)
         wrong = max(wrong, kernel.wrong())
     return _as(removal, executed, None, "", runs, wrong)
@@ -141,7 +143,8 @@ def summary(results: list[Outcome]) -> str:
         first = sum(o.runs == 1 for o in found)
         names = ", ".join(f"{n} {name}" for name, n in by_name.most_common())
         lines.append(
-            f"{kind:20} {len(found):3} of {len(executed):3} found ({first} by round robin; {names}); "
+            f"{kind:20} {len(found):3} of {len(executed):3} found "
+            f"({first} by round robin; {names}); "
             f"{len(of_kind) - len(executed)} not executed"
         )
     return "\n".join(lines)

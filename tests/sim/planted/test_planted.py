@@ -335,7 +335,8 @@ GEMM: dict[str, Plant] = {
         OutOfBounds,
         lambda text: text,
         (r"global access of \d+ bytes at 0x\w+ is outside every buffer; the nearest is C "
-         r"\(65536 bytes\), passed by 128 bytes", "row 127 of the box at", "tensor map at", "warp 0"),
+         r"\(65536 bytes\), passed by 128 bytes",
+         "row 127 of the box at", "tensor map at", "warp 0"),
         (STORE_C,),
         taller_map,
     ),
@@ -368,7 +369,8 @@ GEMM: dict[str, Plant] = {
     "a TMA load past the end of A": Plant(
         OutOfBounds,
         lambda text: text,
-        (r"the nearest is A \(131056 bytes\), passed by 16 bytes", "row 127 of the box at", "warp 4"),
+        (r"the nearest is A \(131056 bytes\), passed by 16 bytes",
+         "row 127 of the box at", "warp 4"),
         (LOAD_A,),
         shrink(0, 16),
     ),

@@ -85,10 +85,12 @@ class Mbarrier:
         """The epoch of an operation that starts now and completes on this barrier."""
         return self.phase + 1
 
-    def complete_tx(self, nbytes: int, epoch: int, who: str) -> None:
-        """An operation that started at `epoch` (`stamp`) is complete."""
+    def complete_tx(self, nbytes: int, epoch: int, who: str, causes: Clocks | None) -> None:
+        """An operation that started at `epoch` (`stamp`) is complete; `causes` is `Warp.causes`."""
         self.tx -= nbytes
         self._check_tx(who)
+        if causes is not None:
+            self.arriving.join(causes)
         self.arriving.observe(self.actor, epoch)
         self._complete()
 

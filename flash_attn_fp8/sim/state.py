@@ -363,6 +363,17 @@ class Warp:
         """Add which waits came before what this warp does now."""
         self._caused(handed, self.clocks)
 
+    def causes(self) -> Clocks | None:
+        """The waits that came before what this warp starts now, for its completion to hand on.
+
+        Only those: who observes the completion of a copy has not observed what its thread did.
+        """
+        if not self.cluster.checks.phases:
+            return None
+        found = Clocks.zero()
+        self.cause(found)
+        return found
+
     def _caused(self, into: Clocks, clocks: Clocks) -> None:
         for actor in self.cluster.actors.waits:
             into.observe(actor, int(clocks.generic[actor]))

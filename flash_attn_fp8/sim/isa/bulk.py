@@ -87,7 +87,8 @@ def _write_shared(w: Warp, target: Target, values: np.ndarray, *, in_order: bool
     access = w.async_access(barrier.actor, epoch, in_order)
     target.cta.shared.write(_units(target.offset, nbytes), values, access)
     who = f"a copy by {w.name}"
-    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who))
+    causes = w.causes()
+    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who, causes))
 
 
 def copy_out(

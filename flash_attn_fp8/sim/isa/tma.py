@@ -90,7 +90,8 @@ def load(w: Warp, box: Box, into: list[Target]) -> None:
 def _complete(w: Warp, target: Target, epoch: int, nbytes: int) -> None:
     who = f"a copy by {w.name}"
     barrier = target.mbarrier
-    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who))
+    causes = w.causes()
+    w.cluster.pending.add(lambda: barrier.complete_tx(nbytes, epoch, who, causes))
 
 
 def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> None:

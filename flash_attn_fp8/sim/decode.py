@@ -9,6 +9,7 @@ An instruction becomes one micro-operation or several; the first has `COUNTS` 1 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -81,6 +82,13 @@ class Code:
     n_rows: int
     constants: list[tuple[int, Source]]
 
+    @functools.cached_property
+    def counting(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The micro-operations that count as an instruction, and the instructions' indices."""
+        owners = np.array(self.instructions)
+        pcs = np.flatnonzero((owners >= 0) & (self.micro[:, COUNTS] != 0))
+        return pcs, owners[pcs]
+
     def registers(
         self, resolve: Callable[[Special | Symbol], int | npt.NDArray[np.uint64]]
     ) -> npt.NDArray[np.uint64]:
@@ -108,9 +116,8 @@ class Code:
 def counts_by_instruction(code: Code, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Executions of each instruction, from those of micro-operations."""
     totals = np.zeros(len(code.entry.instructions), dtype=np.int64)
-    for pc, index in enumerate(code.instructions):
-        if index >= 0 and code.micro[pc, COUNTS]:
-            totals[index] += counts[pc]
+    pcs, owners = code.counting
+    np.add.at(totals, owners, counts[pcs])
     return totals
 
 

@@ -144,7 +144,8 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
             barrier = w.mbarrier(address)
-            barrier.complete_tx(times * nbytes.one(w, mask), barrier.stamp(), w.name)
+            amount = times * nbytes.one(w, mask)
+            barrier.complete_tx(amount, barrier.stamp(), w.name, w.causes())
 
     return handler
 

@@ -13,7 +13,7 @@ import re
 
 import pytest
 
-from flash_attn_fp8.sim.errors import Deadlock, Race, Uninitialised
+from flash_attn_fp8.sim.errors import BarrierMisuse, Deadlock, Race, Uninitialised
 from flash_attn_fp8.sim.machine import Machine
 from flash_attn_fp8.sim.schedule import Adversarial, Random
 from tests.sim.programs import aligned, run
@@ -154,6 +154,14 @@ def test_relaxed_arrivals_hand_nothing_on() -> None:
     relaxed = "@%p1 mbarrier.arrive.relaxed.cta.shared.b64 _, [%r10];"
     with pytest.raises(Race):
         run(_text([STORE, relaxed], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2)
+
+
+def test_a_copy_comes_after_the_waits_before_it() -> None:
+    """In a pair of CTAs, bytes alone tell that the second one has waited for its buffer."""
+    consumer = [EXPECT, wait(10), LOAD, arrive(11)]
+    run(_text([wait(11, 1), COPY_IN], consumer, None), aligned((64,), "u4"), warps=2)
+    with pytest.raises((BarrierMisuse, Deadlock)):
+        run(_text([COPY_IN, wait(11, 1)], consumer, None), aligned((64,), "u4"), warps=2)
 
 
 def test_a_flipped_phase_is_a_finding() -> None:

@@ -163,19 +163,27 @@ def run_all(cases: Sequence[Case]) -> Iterator[Outcome]:
         process = context.Process(target=_serve, args=(cases[done:], theirs))
         process.start()
         theirs.close()
-        while done < len(cases):
-            if not ours.poll(_SECONDS):
-                yield "hangs"
-                done += 1
-                break
-            try:
-                outcome = ours.recv()
-            except EOFError:
-                break
+        before = done
+        for outcome in _received(ours):
             done += 1
             yield outcome
+        if done == before:
+            process.join()
+            raise RuntimeError(f"no case runs: the process ended with {process.exitcode}")
         process.kill()
         process.join()
+
+
+def _received(pipe: Connection) -> Iterator[Outcome]:
+    """Outcomes until the process is done, or hangs."""
+    while True:
+        try:
+            if not pipe.poll(_SECONDS):
+                yield "hangs"
+                return
+            yield pipe.recv()
+        except EOFError:
+            return
 
 
 def _output_of(*command: str) -> str:

@@ -96,8 +96,6 @@ class Mbarrier:
             self.arriving.observe(actor, event)
         self.tx -= nbytes
         self._check_tx(who)
-        if causes is not None:
-            self.arriving.join(causes)
         self.arriving.observe(self.actor, epoch)
         self._complete()
 

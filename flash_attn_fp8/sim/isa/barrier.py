@@ -145,7 +145,7 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
             barrier = w.mbarrier(address)
             amount = times * nbytes.one(w, mask)
-            barrier.complete_tx(amount, barrier.stamp(), w.name, w.causes())
+            barrier.complete_tx(amount, barrier.stamp(), w.name, w.waits_before())
 
     return handler
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
 import numba
+from platformdirs import user_cache_path
 
 try:
     import fcntl
@@ -53,15 +54,7 @@ _JIT = '@njit(cache=True, nogil=True, error_model="numpy")'
 
 def cache_directory() -> Path:
     """`$FLASH_ATTN_FP8_CACHE`, or the user's cache directory of the platform."""
-    chosen = os.environ.get("FLASH_ATTN_FP8_CACHE")
-    if chosen:
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "flash_attn_fp8"
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))
-        return Path(base) / "flash_attn_fp8" / "Cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_attn_fp8"
+    return Path(os.environ.get("FLASH_ATTN_FP8_CACHE") or user_cache_path("flash_attn_fp8"))
 
 
 # ------------------------------------------------------------------------------ text
@@ -111,7 +104,8 @@ def _search(numbers: list[int], leaves: dict[int, str], indent: str) -> list[str
 
 
 def _fast_expression(operation: Operation) -> str:
-    assert operation.fast is not None
+    if operation.fast is None:
+        raise ValueError(f"{operation.name} has no fast form")
     name, sources = _handler_name(operation.fast), "abcd"[: len(operation.sources)]
 
     def one(part: str) -> str:

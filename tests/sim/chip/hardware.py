@@ -88,9 +88,7 @@ class Driver:
         self._call("cuModuleGetFunction", ctypes.byref(function), module, b"kernel")
         if case.smem:
             self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SMEM, case.smem)
-        addresses = [
-            self._upload(a.data) if isinstance(a, Array) else None for a in case.arguments
-        ]
+        addresses = [self._upload(a.data) if isinstance(a, Array) else None for a in case.arguments]
         params = []
         for argument, address in zip(case.arguments, addresses, strict=True):
             if address is not None:
@@ -201,7 +199,9 @@ def provenance() -> dict[str, str]:
         "gpu and driver": gpu,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python3 -m tests.sim.chip.hardware", *sys.argv[1:]]),
-        "commit": commit.read_text().strip() if commit.exists() else _output_of("git", "rev-parse", "HEAD"),
+        "commit": commit.read_text().strip()
+        if commit.exists()
+        else _output_of("git", "rev-parse", "HEAD"),
     }
 
 

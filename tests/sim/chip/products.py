@@ -106,7 +106,9 @@ def wgmma(
         products.append(f"add.u64 %rd4, %rd4, {a_step >> 4};")
         products.append(f"add.u64 %rd5, %rd5, {b_step >> 4};")
         if registers:
-            load_a += [f"ld.global.b32 %a{i}, [%rd9+{512 * i}];" for i in range(4 * step, 4 * step + 4)]
+            load_a += [
+                f"ld.global.b32 %a{i}, [%rd9+{512 * i}];" for i in range(4 * step, 4 * step + 4)
+            ]
     text = render(
         "wgmma", steps=steps, a_registers=max(1, 4 * steps if registers else 1), d_type=kind,
         d_registers=count, a_bytes=a_bytes, b_bytes=b_bytes, load_a="\n    ".join(load_a),
@@ -133,9 +135,7 @@ def wgmma(
 
 
 def _exact_wgmma() -> list[Case]:
-    cases = [
-        wgmma(f"bf16 n{n}", n, "f32", "bf16", "bf16") for n in (8, 16, 24, 64, 104, 128, 256)
-    ]
+    cases = [wgmma(f"bf16 n{n}", n, "f32", "bf16", "bf16") for n in (8, 16, 24, 64, 104, 128, 256)]
     for kind, d in (("bf16", "f32"), ("f16", "f32"), ("f16", "f16")):
         label = f"{kind} to {d}"
         for swizzle in ("none", "32B", "64B", "128B"):
@@ -189,7 +189,9 @@ def _exact_wgmma() -> list[Case]:
 
 def _tf32_bits(seed: str, count: int) -> np.ndarray:
     """Powers of two with the 13 bits below tf32's set: they must not count."""
-    return choose(seed, count, np.array([0x3F801FFF, 0xC0001FFF, 0x40001000, 0x3F000001], np.uint32))
+    return choose(
+        seed, count, np.array([0x3F801FFF, 0xC0001FFF, 0x40001000, 0x3F000001], np.uint32)
+    )
 
 
 def _near_the_end(seed: str, count: int) -> np.ndarray:
@@ -235,7 +237,9 @@ def _subnormals(kind: str):  # type: ignore[no-untyped-def]
     def make(seed: str, count: int) -> np.ndarray:
         if kind in ("e4m3", "e5m2"):
             mantissa = 7 if kind == "e4m3" else 3
-            return random_bytes(seed, count) & np.uint8(0x80 | mantissa | 1 << (mantissa.bit_length()))
+            return random_bytes(seed, count) & np.uint8(
+                0x80 | mantissa | 1 << (mantissa.bit_length())
+            )
         bits = random_words(seed, count)
         if kind == "f16":
             return (bits & 0x87FF).astype(np.uint16)
@@ -273,13 +277,27 @@ def _rounding_wgmma() -> list[Case]:
         add("specials", 2, _like_sums(4), left=_specials(kind), right=_specials(kind))
         add("subnormals", 4, _zeros, left=_subnormals(kind))
         add("subnormals twice", 4, _zeros, left=_subnormals(kind), right=_subnormals(kind))
-        add("subnormal sums", 4, _like_sums(4, -125), left=_subnormals(kind), right=_subnormals(kind))
+        add(
+            "subnormal sums",
+            4,
+            _like_sums(4, -125),
+            left=_subnormals(kind),
+            right=_subnormals(kind),
+        )
         if fp8 or kind == "f16":
             add("to f16", 4, _halves, d="f16")
             add("to f16, four steps", 4, _halves, d="f16", steps=4)
             add("to f16, specials", 4, _halves, d="f16", left=_specials(kind))
             if kind != "e4m3":
-                add("to f16, overflow", 1, _halves, d="f16", steps=4, left=_huge(kind), right=_huge(kind))
+                add(
+                    "to f16, overflow",
+                    1,
+                    _halves,
+                    d="f16",
+                    steps=4,
+                    left=_huge(kind),
+                    right=_huge(kind),
+                )
     return cases
 
 
@@ -360,20 +378,48 @@ def _mma() -> list[Case]:
         for label, spread, c in variants:
             name = f"{kind} k{k} to {d} {label}"
             cases.append(
-                mma(name, k, d, kind, kind, a_data=make(spread), b_data=make(spread), c_data=c, bound=bound)
+                mma(
+                    name,
+                    k,
+                    d,
+                    kind,
+                    kind,
+                    a_data=make(spread),
+                    b_data=make(spread),
+                    c_data=c,
+                    bound=bound,
+                )
             )
         name = f"{kind} k{k} to {d} specials"
-        cases.append(mma(name, k, d, kind, kind, a_data=_specials(kind), b_data=_specials(kind), bound=bound))
+        cases.append(
+            mma(name, k, d, kind, kind, a_data=_specials(kind), b_data=_specials(kind), bound=bound)
+        )
         name = f"{kind} k{k} to {d} subnormals"
-        cases.append(mma(name, k, d, kind, kind, a_data=_subnormals(kind), b_data=make(4), c_data=_zeros, bound=bound))
+        cases.append(
+            mma(
+                name,
+                k,
+                d,
+                kind,
+                kind,
+                a_data=_subnormals(kind),
+                b_data=make(4),
+                c_data=_zeros,
+                bound=bound,
+            )
+        )
     cases += [
         mma("e4m3 e5m2", 32, "f32", "e4m3", "e5m2"),
         mma("e5m2 e4m3", 32, "f32", "e5m2", "e4m3"),
         mma("s8 u8", 32, "s32", "s8", "u8"),
         mma("u8 s8", 16, "s32", "u8", "s8"),
         mma("s8 near the end", 32, "s32", "s8", "s8", c_data=_near_the_end),
-        mma("s8 near the end satfinite", 32, "s32", "s8", "s8", c_data=_near_the_end, saturate=True),
-        mma("u8 near the end satfinite", 32, "s32", "u8", "u8", c_data=_near_the_end, saturate=True),
+        mma(
+            "s8 near the end satfinite", 32, "s32", "s8", "s8", c_data=_near_the_end, saturate=True
+        ),
+        mma(
+            "u8 near the end satfinite", 32, "s32", "u8", "u8", c_data=_near_the_end, saturate=True
+        ),
     ]
     return cases
 

@@ -136,7 +136,9 @@ def _store(name, m, at, operation="", *, source=None, before=None, offset=0) -> 
         opcode="cp.reduce.async.bulk.tensor" if reduces else "cp.async.bulk.tensor",
         operation=operation and f".{operation}",
     )  # fmt: skip
-    image = _counting(bytes_) if source is None else array(np.resize(source, bytes_ // source.itemsize))
+    image = (
+        _counting(bytes_) if source is None else array(np.resize(source, bytes_ // source.itemsize))
+    )
     nbytes = _nbytes(m)
     initial = None if before is None else np.resize(before, nbytes // before.itemsize)
     return Case(

@@ -62,9 +62,7 @@ def _joined(cases: list[Case]) -> list[Case]:
         )
         sources = np.concatenate([_data(case.arguments[0]) for case in same])
         name = first.name.split(" of ")[0].split(" by ")[0]
-        joined.append(
-            Case(name, text, (Array(sources), output(256 * len(same))), ctas=len(same))
-        )
+        joined.append(Case(name, text, (Array(sources), output(256 * len(same))), ctas=len(same)))
     return joined
 
 
@@ -84,7 +82,9 @@ def _votes() -> list[Case]:
             for mode in ("all", "any", "uni"):
                 for sign in ("", "!"):
                     line = f"vote.sync.{mode}.pred %p1, {sign}%p0, {mask:#x};"
-                    cases.append(_warp(f"vote.{mode}{sign} {mask:#x} of {label}", line, words, mask))
+                    cases.append(
+                        _warp(f"vote.{mode}{sign} {mask:#x} of {label}", line, words, mask)
+                    )
             line = f"vote.sync.ballot.b32 %r5, %p0, {mask:#x};"
             cases.append(_warp(f"vote.ballot {mask:#x} of {label}", line, words, mask))
             for kind, register in (("b32", "%r1"), ("b64", "%rd2")):
@@ -166,7 +166,11 @@ def _atomics() -> list[Case]:
         for space, address in (("global", "[%rd5]"), ("shared", "[%r5]")):
             line = _atomic_line("red", space, address, operation, kind)
             cells_of_few = np.arange(32) % 3
-            cases.append(_atomic(f"red.{space}.{operation}.{kind} in few cells", line, cells_of_few, space, kind))
+            cases.append(
+                _atomic(
+                    f"red.{space}.{operation}.{kind} in few cells", line, cells_of_few, space, kind
+                )
+            )
     return cases
 
 
@@ -238,9 +242,13 @@ def _copies() -> list[Case]:
             source = array(random_words("cp.async", 128))
             arguments = (source, array(sizes.astype(np.uint32)), output(128 * rows))
             cases.append(Case(f"cp.async.{caching} {size}{label}", text, arguments, smem=512))
-    for noinc, count, arrive in ((".noinc", 32, ""), ("", 32, "mbarrier.arrive.shared::cta.b64 _, [%r2];")):
+    for noinc, count, arrive in (
+        (".noinc", 32, ""),
+        ("", 32, "mbarrier.arrive.shared::cta.b64 _, [%r2];"),
+    ):
         text, rows = recorded(
-            render("cp_async_mbarrier", noinc=noinc, count=count, arrive=arrive, wait=wait("%r2")), 32
+            render("cp_async_mbarrier", noinc=noinc, count=count, arrive=arrive, wait=wait("%r2")),
+            32,
         )
         source = array(random_words("cp.async", 128))
         name = f"cp.async.mbarrier.arrive{noinc}"
@@ -251,7 +259,9 @@ def _copies() -> list[Case]:
 # ------------------------------------------------------------------------- barriers, clusters
 
 
-def _recording(file: str, threads: int, *arguments, name="", ctas=1, cluster=1, smem=2048, **values):  # type: ignore[no-untyped-def]
+def _recording(
+    file: str, threads: int, *arguments, name="", ctas=1, cluster=1, smem=2048, **values
+):  # type: ignore[no-untyped-def]
     text, rows = recorded(render(file, **values), threads * ctas)
     return Case(
         name or file, text, (*arguments, output(4 * threads * ctas * rows)),
@@ -264,7 +274,9 @@ def _others() -> list[Case]:
 
     return [
         _recording("mbarrier", 1),
-        _recording("mbarrier_warps", 64, wait_empty=wait("%r10", "%r11"), wait_full=wait("%r10", "%r11")),
+        _recording(
+            "mbarrier_warps", 64, wait_empty=wait("%r10", "%r11"), wait_full=wait("%r10", "%r11")
+        ),
         _recording("barriers", 128),
         _recording("cluster", 32, name="cluster of 2", ctas=4, cluster=2, wait=wait("%r2")),
         _recording("cluster", 32, name="cluster of 4", ctas=4, cluster=4, wait=wait("%r2")),

@@ -135,7 +135,8 @@ def _needed() -> list[tuple[str, int, str]]:
 def test_the_right_waits_are_clean(name: str) -> None:
     """No finding under round robin, nor under schedules that delay what they can."""
     source = aligned((64,), "u4")
-    run(_text(*CASES[name], None), source, warps=2)
+    done = run(_text(*CASES[name], None), source, warps=2)
+    assert done.warp_instructions > 0
     for seed in range(4):
         for schedule in (Random, Adversarial):
             machine = Machine(schedule=lambda kind=schedule, s=seed: kind(s))

@@ -8,10 +8,10 @@ would run and why. Importing this loads no compiler and needs no GPU.
 from importlib.metadata import PackageNotFoundError, version
 
 from flash_attn_fp8.api import _flash_attn_fwd, flash_attn_func, flash_attn_varlen_func
+from flash_attn_fp8.combine import flash_attn_combine
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Unsupported
 from flash_attn_fp8.explain import explain
 from flash_attn_fp8.kvcache import flash_attn_with_kvcache
-from flash_attn_fp8.merge import flash_attn_combine
 from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
 from flash_attn_fp8.quantize import Quantized, quantize
 

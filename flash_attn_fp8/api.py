@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_fp8.call import Call, Operands, Options
-from flash_attn_fp8.entry import Window, bounds, public, refused, scalar
+from flash_attn_fp8.entry import Window, bounds, public, refused
 from flash_attn_fp8.policy import Fp8Policy
 
 
@@ -86,7 +86,8 @@ def flash_attn_func(
             e4m3 where output_scale is given.
         out: (batch, seqlen_q, nheads, head_dim_v), written in place and returned.
         lse: (batch, nheads, seqlen_q) fp32, written in place and returned.
-        seqlen_k_per_split: keys in each split, a multiple of 128, instead of num_splits.
+        seqlen_k_per_split: keys in each split, a multiple of 128, instead of num_splits; large
+            enough for 256 splits to hold the longest sequence.
         impl: "cute", "tiled", "reference", "sim", or None for the best that this machine has. An
             explicit choice never falls back. `explain` says what None chose and why.
 
@@ -121,7 +122,7 @@ def flash_attn_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            output_scale=scalar(output_scale, q),
+            output_scale=output_scale,  # type: ignore[arg-type]
             out=out,
             lse=lse,
         ),
@@ -261,7 +262,7 @@ def flash_attn_varlen_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            output_scale=scalar(output_scale, q),
+            output_scale=output_scale,  # type: ignore[arg-type]
             out=out,
             lse=lse,
         ),
@@ -278,7 +279,7 @@ def flash_attn_varlen_func(
             seqlen_k_per_split=seqlen_k_per_split,
             pack_gqa=pack_gqa,
             deterministic=deterministic,
-            scheduler_metadata=not disable_scheduler_metadata,
+            disable_scheduler_metadata=disable_scheduler_metadata,
             return_lse=return_lse,
             out_dtype=out_dtype,
             fp8_policy=fp8_policy,

@@ -6,6 +6,8 @@ executing take that one object.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,11 @@ from flash_attn_fp8.policy import Fp8Policy
 
 
 class Operands(NamedTuple):
-    """The tensors of a call. Names and shapes are those of the public functions."""
+    """The tensors of a call. Names and shapes are those of the public functions.
+
+    As described by a caller, output_scale may be a number, seqused_k of a cache one int for all,
+    and page_table a cache_batch_idx, (batch,); `with_tensors` makes tensors of them.
+    """
 
     q: Tensor
     k: Tensor
@@ -53,7 +59,7 @@ class Options(NamedTuple):
     seqlen_k_per_split: int | None = None
     pack_gqa: bool | None = None
     deterministic: bool = False
-    scheduler_metadata: bool = True
+    disable_scheduler_metadata: bool = False
     return_lse: bool = False
     out_dtype: torch.dtype | None = None
     fp8_policy: Fp8Policy | str | None = None
@@ -61,23 +67,46 @@ class Options(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A described, unchecked call. `refused` holds arguments that no version executes yet."""
+    """A described, unchecked call.
+
+    `refused` holds arguments that no version executes yet, `names` what the function calls the
+    fields of the two records where that differs.
+    """
 
     function: str
     operands: Operands
     options: Options
     refused: tuple[str, ...] = ()
+    names: Mapping[str, str] = MappingProxyType({})
+
+    def with_tensors(self) -> Call:
+        """A checked call with the tensors that executors read in place of numbers."""
+        o = self.operands
+        scale: object = o.output_scale
+        if scale is not None and not isinstance(scale, Tensor):
+            filled = torch.full((), scale, dtype=torch.float32, device=o.q.device)  # type: ignore[call-overload]
+            o = o._replace(output_scale=filled)
+        length: object = o.seqused_k
+        if length is not None and not isinstance(length, Tensor):
+            batch = o.q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1
+            filled = torch.full((batch,), length, dtype=torch.int32, device=o.q.device)  # type: ignore[call-overload]
+            o = o._replace(seqused_k=filled)
+        if o.page_table is not None and o.page_table.ndim == 1:
+            # A batched cache is a pool whose pages are whole sequences.
+            o = o._replace(page_table=o.page_table[:, None])
+        return self if o is self.operands else self._replace(operands=o)
 
     def __str__(self) -> str:
         """`function(q=e4m3[2, 128, 8, 64], ..., causal=True)`; also what `explain` parses."""
         shown = [
-            f"{name}={describe(value)}"
+            f"{self.names.get(name, name)}="
+            f"{literal(value) if isinstance(value, (int, float)) else describe(value)}"
             for name, value in self.operands._asdict().items()
             if value is not None
         ]
         default = Options()
         shown += [
-            f"{name}={literal(value)}"
+            f"{self.names.get(name, name)}={literal(value)}"
             for name, value in self.options._asdict().items()
             if not _is_default(value, getattr(default, name))
         ]
@@ -96,7 +125,11 @@ def literal(value: object) -> str:
         return describe(value)
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    return repr(str(value)) if isinstance(value, Fp8Policy) else repr(value)
+    if isinstance(value, Fp8Policy):
+        return repr(str(value))
+    if isinstance(value, float):
+        return repr(float(value))  # a NumPy float is one too, and prints as a call
+    return repr(value)
 
 
 def describe(x: object) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.call import Operands
+from flash_attn_fp8.call import Operands, describe
 from flash_attn_fp8.errors import Refusal
 from flash_attn_fp8.formats import INT8, Format, dtype_name
 from flash_attn_fp8.problem import Descale, Granularity
@@ -60,7 +60,7 @@ def _granularity(
     if scale is None:
         return None
     if not fmt.is_8bit:
-        operand = "q" if name[0] == "q" else "k and v"
+        operand = "q" if name[0] == "q" else f"{refusal.name('k')} and {refusal.name('v')}"
         refusal.invalid.append(
             f"{name} is given, but {operand} have 16 bits ({fmt.name}): a scale belongs to 8-bit "
             f"codes. Fold it into softmax_scale, or quantize first"
@@ -95,8 +95,9 @@ def output_descale(o: Operands, out: Format, refusal: Refusal) -> None:
             f"output_scale belongs to an fp8 output; out is {out.name}. Ask for "
             f"out_dtype=torch.float8_e4m3fn, or drop output_scale"
         )
-    if scale.dtype != torch.float32 or scale.numel() != 1:
+    if isinstance(scale, Tensor) and (
+        scale.dtype != torch.float32 or scale.numel() != 1 or scale.ndim > 1
+    ):
         refusal.invalid.append(
-            f"output_scale must be one fp32 element, got {dtype_name(scale.dtype)}"
-            f"{list(scale.shape)}"
+            f"output_scale must be one fp32 element of shape [] or [1], got {describe(scale)}"
         )

@@ -9,23 +9,43 @@ need. A reason names the argument, the value found and what to write instead.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
-from flash_attn_fp8.call import Call, Operands, Options, describe, literal
+from flash_attn_fp8.call import Call, Operands, Options, describe
+from flash_attn_fp8.check_buffers import check_buffers
+from flash_attn_fp8.check_options import (
+    check_number,
+    check_options,
+    check_window_of_lengths,
+    is_int,
+    is_number,
+    takes_number,
+)
 from flash_attn_fp8.check_scales import output_descale, scale_granularities
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Refusal
-from flash_attn_fp8.formats import BF16, E4M3, E5M2, FP16, FP32, INT8, Format, dtype_name, format_of
+from flash_attn_fp8.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    INT8,
+    OUT_FORMATS,
+    Format,
+    dtype_name,
+    format_of,
+    format_of_p,
+)
 from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
 from flash_attn_fp8.problem import Problem, Request, Sizes, Traits
 
-IMPLS = ("cute", "sim", "tiled", "reference")
-MAX_SPLITS = 256  # as FA3 and FA4: the combine kernel's limit
-SPLIT_MULTIPLE = 128  # keys; a split ends on a tile so that its bits do not depend on the next
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 
@@ -54,56 +74,89 @@ def refusal_of(call: Call, refusal: Refusal) -> FlashAttnFp8Error:
 
 def examine(call: Call) -> tuple[Problem | None, Refusal]:
     """Like `problem_of`, but returns the refusal; the problem is None where there is a reason."""
-    refusal = Refusal()
+    refusal = Refusal(names=call.names)
     refusal.unsupported += call.refused
+    window = check_constants(call, refusal)
     if not _are_tensors(call, refusal):
         return None, refusal
-    _check_autograd_and_devices(call.operands, refusal)
-    request = _request(call, refusal)
+    operands = call.operands._asdict()
+    tensors = {refusal.name(n): t for n, t in operands.items() if isinstance(t, Tensor)}
+    check_autograd(tensors, refusal)
+    _check_devices(tensors, refusal)
     layout = _layout(call.operands, refusal)
     formats = _formats(call.operands, refusal)
-    window = _window(call.options, refusal)
-    _check_scalars(call.options, refusal)
     if formats is None:
         return None, refusal
+    before = len(refusal.invalid)
     policy = _policy(call.options, formats, refusal)
+    policy_is_given = call.options.fp8_policy is not None and len(refusal.invalid) == before
     out_format = _out_format(call, formats, refusal)
     output_descale(call.operands, out_format, refusal)
     if layout is None:
         return None, refusal
     sizes = _sizes(call, layout, window, refusal)
     traits = _traits(call, layout, (formats, out_format), window, policy, refusal)
-    problem = Problem(traits, sizes, request)
-    _check_buffers(call.operands, problem, refusal)
+    if policy_is_given:
+        _check_policy_of_traits(call.options.fp8_policy, traits, refusal)
+    problem = Problem(traits, sizes, _request(call.options))
+    check_buffers(call.operands, problem, refusal)
     return (None if refusal.reasons else problem), refusal
 
 
-def _are_tensors(call: Call, refusal: Refusal) -> bool:
-    wanted = ("q", "k", "v")
+def check_constants(call: Call, refusal: Refusal) -> tuple[int | None, int | None]:
+    """The checks that no tensor is needed for, which a compiler can trace; see `check_options`."""
     for name, value in call.operands._asdict().items():
-        if value is None and name not in wanted:
-            continue
-        if not isinstance(value, Tensor):
-            refusal.invalid.append(f"{name} must be a torch.Tensor, got {describe(value)}")
-            refusal.shows_in_text = False
-    return not refusal.invalid
+        if not (isinstance(value, Tensor) or (value is None and name not in ("q", "k", "v"))):
+            check_number(name, value, refusal)
+    return check_options(call.options, refusal)
 
 
-def _check_autograd_and_devices(o: Operands, refusal: Refusal) -> None:
-    tensors = {name: t for name, t in o._asdict().items() if t is not None}
-    if torch.is_grad_enabled():
-        needing = [name for name, t in tensors.items() if t.requires_grad]
-        if needing:
+def _are_tensors(call: Call, refusal: Refusal) -> bool:
+    """Whether every operand is a tensor, or a number where that is allowed."""
+    for name, value in call.operands._asdict().items():
+        absent = value is None and name not in ("q", "k", "v")
+        if not (absent or isinstance(value, Tensor) or takes_number(name, value, refusal)):
             refusal.shows_in_text = False
-            refusal.unsupported.append(
-                f"{', '.join(needing)} require grad: this package is forward only; call it under "
-                f"torch.no_grad() or detach them"
-            )
-    elsewhere = {n: str(t.device) for n, t in tensors.items() if t.device != o.q.device}
+            return False
+    return True
+
+
+def check_autograd(tensors: Mapping[str, Tensor], refusal: Refusal) -> None:
+    """Refuse tensors of a derivative, backward or forward; the result would have lost it."""
+    needing = [name for name, t in tensors.items() if t.requires_grad and torch.is_grad_enabled()]
+    if needing:
+        refusal.shows_in_text = False
+        refusal.unsupported.append(
+            f"{', '.join(needing)} require grad: this package is forward only; call it under "
+            f"torch.no_grad() or detach them"
+        )
+    dual = [name for name, t in tensors.items() if has_tangent(t)]
+    if dual:
+        refusal.shows_in_text = False
+        refusal.unsupported.append(
+            f"{', '.join(dual)} carry tangents: this package has no derivatives, in forward mode "
+            f"neither; detach them"
+        )
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether `t` is a dual number of forward-mode differentiation (torch.func.jvp, jacfwd)."""
+    if forward_ad._current_level < 0:
+        return False
+    while _functorch.is_batchedtensor(t):
+        if torch.compiler.is_compiling():
+            return True  # nothing looks into it there; all that is known is that jvp runs
+        t = _functorch.get_unwrapped(t)
+    return forward_ad.unpack_dual(t).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _check_devices(tensors: Mapping[str, Tensor], refusal: Refusal) -> None:
+    device = tensors["q"].device
+    elsewhere = {n: str(t.device) for n, t in tensors.items() if t.device != device}
     if elsewhere:
         refusal.shows_in_text = False
         refusal.invalid.append(
-            f"q is on {o.q.device}, but {', '.join(f'{n} on {d}' for n, d in elsewhere.items())}; "
+            f"q is on {device}, but {', '.join(f'{n} on {d}' for n, d in elsewhere.items())}; "
             f"all tensors must be on one device"
         )
 
@@ -141,7 +194,8 @@ def _layout(o: Operands, refusal: Refusal) -> _Layout | None:
     _check_kv_shapes(o, kv_layout, refusal)
     _check_head_counts(o, refusal)
     batch = _batch(o, q_layout, kv_layout, refusal)
-    for name, t in (("q", o.q), ("k", o.k), ("v", o.v)):
+    for field, t in (("q", o.q), ("k", o.k), ("v", o.v)):
+        name = refusal.name(field)
         if t.stride(-1) != 1 and t.shape[-1] != 1:
             refusal.invalid.append(
                 f"{name} has stride {t.stride(-1)} in its last dimension; it must be contiguous "
@@ -177,15 +231,17 @@ def _check_ranks(o: Operands, q_layout: str, kv_layout: str, refusal: Refusal) -
             hint = f"; packed sequences need cu_seqlens_{'q' if name == 'q' else 'k'}"
         if t.ndim == 4 and rank == 3:
             hint = f"; drop cu_seqlens_{'q' if name == 'q' else 'k'} for batched sequences"
-        refusal.invalid.append(f"{name}={describe(t)} must be {_SHAPES[layout]}{hint}")
+        refusal.invalid.append(
+            f"{refusal.name(name)}={describe(t)} must be {_SHAPES[layout]}{hint}"
+        )
 
 
 def _check_index_tensors(o: Operands, refusal: Refusal) -> None:
-    for name in (*_INT32_VECTORS, "page_table"):
-        t = getattr(o, name)
-        if t is None:
+    for field in (*_INT32_VECTORS, "page_table"):
+        t, name = getattr(o, field), refusal.name(field)
+        if not isinstance(t, Tensor):
             continue
-        rank = 2 if name == "page_table" else 1
+        rank = 2 if name == "page_table" else 1  # a page_table by another name: cache_batch_idx
         if t.dtype != torch.int32:
             refusal.invalid.append(f"{name} must be int32, got {dtype_name(t.dtype)}: {name}.int()")
         if t.ndim != rank:
@@ -193,18 +249,19 @@ def _check_index_tensors(o: Operands, refusal: Refusal) -> None:
             refusal.invalid.append(f"{name} must be {shape}, got shape {list(t.shape)}")
         elif name.startswith("cu_") and t.shape[0] < 1:
             refusal.invalid.append(f"{name} must hold batch + 1 offsets, got none")
-        elif t.shape[-1] > 1 and t.stride(-1) != 1:
+        elif t.shape[-1] > 1 and t.stride(-1) != 1 and name != "cache_batch_idx":
             refusal.invalid.append(f"{name} must be contiguous in its last dimension")
 
 
 def _check_kv_shapes(o: Operands, kv_layout: str, refusal: Refusal) -> None:
+    k, v = refusal.name("k"), refusal.name("v")
     if o.k.shape[:-1] != o.v.shape[:-1]:
         refusal.invalid.append(
-            f"k={describe(o.k)} and v={describe(o.v)} must agree in all dimensions but the last"
+            f"{k}={describe(o.k)} and {v}={describe(o.v)} must agree in all dimensions but the last"
         )
     if o.q.shape[-1] != o.k.shape[-1]:
         refusal.invalid.append(
-            f"q has head_dim {o.q.shape[-1]} and k {o.k.shape[-1]}; they must be equal"
+            f"q has head_dim {o.q.shape[-1]} and {k} {o.k.shape[-1]}; they must be equal"
         )
     for name, t in (("head_dim", o.q), ("head_dim_v", o.v)):
         d = t.shape[-1]
@@ -222,8 +279,8 @@ def _check_head_counts(o: Operands, refusal: Refusal) -> None:
     nheads, nheads_kv = o.q.shape[-2], o.k.shape[-2]
     if nheads < 1 or nheads_kv < 1 or nheads % nheads_kv:
         refusal.invalid.append(
-            f"q has {nheads} heads and k, v have {nheads_kv}: the first must be a positive "
-            f"multiple of the second"
+            f"q has {nheads} heads and {refusal.name('k')}, {refusal.name('v')} have {nheads_kv}: "
+            f"the first must be a positive multiple of the second"
         )
     sink = o.learnable_sink
     if sink is None:
@@ -254,12 +311,13 @@ def _batch(o: Operands, q_layout: str, kv_layout: str, refusal: Refusal) -> int:
         ("page_table", 0),
     ):
         t = getattr(o, name)
-        if t is not None:
+        if isinstance(t, Tensor):
             found[name] = t.shape[0] - extra
     for name, size in found.items():
         if size != batch:
             refusal.invalid.append(
-                f"{source} is a batch of {batch}, {name}={describe(getattr(o, name))} one of {size}"
+                f"{source} is a batch of {batch}, {refusal.name(name)}="
+                f"{describe(getattr(o, name))} one of {size}"
             )
     return batch
 
@@ -272,22 +330,14 @@ class _Formats:
     q: Format
     kv: Format
 
-    @property
-    def p(self) -> Format:
-        """P's format in the product P·V.
-
-        q's, but bf16 over an 8-bit cache: every 8-bit code is exact in bf16, and V's scale times P
-        stays in its range, which fp16's would not hold.
-        """
-        return BF16 if self.kv.is_8bit and not self.q.is_8bit else self.q
-
 
 def _formats(o: Operands, refusal: Refusal) -> _Formats | None:
     q, k = (format_of(t.dtype) for t in (o.q, o.k))
     named = zip("qkv", (o.q, o.k, o.v), strict=True)
-    names = ", ".join(f"{name}={dtype_name(t.dtype)}" for name, t in named)
+    names = ", ".join(f"{refusal.name(name)}={dtype_name(t.dtype)}" for name, t in named)
+    kv = f"{refusal.name('k')} and {refusal.name('v')}"
     if o.k.dtype != o.v.dtype:
-        refusal.invalid.append(f"k and v must have one dtype, got {names}")
+        refusal.invalid.append(f"{kv} must have one dtype, got {names}")
         return None
     allowed = {
         E4M3: (E4M3,),
@@ -297,8 +347,8 @@ def _formats(o: Operands, refusal: Refusal) -> _Formats | None:
     }
     if q is None or k is None or k not in allowed.get(q, ()):
         refusal.invalid.append(
-            f"{names} is no supported mix: q, k and v all e4m3, e5m2, bf16 or fp16, or bf16/fp16 "
-            f"q over e4m3, e5m2 or int8 k and v (torch.uint8 codes: use .view(dtype))"
+            f"{names} is no supported mix: q, {kv} all e4m3, e5m2, bf16 or fp16, or bf16/fp16 "
+            f"q over e4m3, e5m2 or int8 {kv} (torch.uint8 codes: use .view(dtype))"
         )
         return None
     return _Formats(q, k)
@@ -308,6 +358,8 @@ def _out_format(call: Call, formats: _Formats, refusal: Refusal) -> Format:
     """What `out` holds: out's dtype, out_dtype, e4m3 where output_scale is given, q's, or bf16."""
     o, wanted = call.operands, call.options.out_dtype
     default = formats.q if not formats.q.is_8bit else BF16
+    if wanted is not None and not isinstance(wanted, torch.dtype):
+        return default  # refused by `check_options`
     dtype = wanted if wanted is not None else (o.out.dtype if o.out is not None else None)
     if dtype is None:
         return E4M3 if o.output_scale is not None else default
@@ -315,105 +367,30 @@ def _out_format(call: Call, formats: _Formats, refusal: Refusal) -> Format:
         refusal.invalid.append(
             f"out is {dtype_name(o.out.dtype)}, out_dtype asks for {dtype_name(dtype)}"
         )
-    fmt = format_of(dtype) if isinstance(dtype, torch.dtype) else None
-    if fmt not in (BF16, FP16, FP32, E4M3, E5M2):
-        shown = dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
-        refusal.invalid.append(f"output cannot be {shown}; it can be bf16, fp16, fp32, e4m3, e5m2")
+    fmt = format_of(dtype)
+    if fmt not in OUT_FORMATS:
+        refusal.invalid.append(
+            f"output cannot be {dtype_name(dtype)}; it can be "
+            f"{', '.join(f.name for f in OUT_FORMATS)}"
+        )
         return default
     return fmt
 
 
-# --------------------------------------------------------------------------------- scalars
-
-
-def _window(options: Options, refusal: Refusal) -> tuple[int | None, int | None]:
-    """(left, right) with None for unbounded and a right bound of 0 for causal calls."""
-    left, right = options.window_left, options.window_right
-    for side, value in (("left", left), ("right", right)):
-        if isinstance(value, str):  # see `entry.bounds`
-            refusal.invalid.append(f"window_size: {value}; write (left, right)")
-            return None, None
-        if value is not None and not _is_int(value):
-            refusal.invalid.append(f"window_size {side}={literal(value)} must be an int or None")
-            return None, None
-    one_sided = bool(left == -1) != bool(right == -1)  # bool: a bound may be symbolic
-    if one_sided and options.causal is not True:
-        refusal.invalid.append(
-            f"window_size=({left}, {right}) with causal=False: -1 means 'unlimited' in FA2 and FA3 "
-            f"and 'up to the key before the query' in FA4; write None for unlimited, or causal=True"
-        )
-        return None, None
-    left = None if left == -1 else left
-    right = None if right == -1 else right
-    for side, value in (("left", left), ("right", right)):
-        if value is not None and value < 0:
-            refusal.invalid.append(
-                f"window_size {side}={value}: negative bounds mean 'unlimited' in FA2 and FA3 and "
-                f"an offset in FA4; write None for unlimited, or a bound >= 0"
-            )
-    return left, (0 if options.causal is True else right)
-
-
-def _check_scalars(options: Options, refusal: Refusal) -> None:
-    scale = options.softmax_scale
-    if scale is not None and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
-        refusal.invalid.append(
-            f"softmax_scale={literal(scale)} must be a positive finite number "
-            f"(negate q for a negative one)"
-        )
-    softcap = options.softcap
-    if not (_is_number(softcap) and math.isfinite(softcap) and softcap >= 0):
-        refusal.invalid.append(
-            f"softcap={literal(softcap)} must be a finite number >= 0; 0 means none"
-        )
-    for name in ("causal", "deterministic", "return_lse"):
-        if not isinstance(getattr(options, name), bool):
-            shown = literal(getattr(options, name))
-            refusal.invalid.append(f"{name}={shown} must be True or False")
-    if not (options.pack_gqa is None or isinstance(options.pack_gqa, bool)):
-        refusal.invalid.append(f"pack_gqa={literal(options.pack_gqa)} must be True, False or None")
-    for name in ("max_seqlen_q", "max_seqlen_k", "min_seqlen_k"):
-        value = getattr(options, name)
-        if value is not None and not (_is_int(value) and value >= 0):
-            refusal.invalid.append(
-                f"{name}={literal(value)} must be an int >= 0 (a tensor would cost a "
-                f"synchronisation)"
-            )
-
-
-def _request(call: Call, refusal: Refusal) -> Request:
-    o = call.options
-    if not (_is_int(o.num_splits) and 0 <= o.num_splits <= MAX_SPLITS):
-        refusal.invalid.append(
-            f"num_splits={literal(o.num_splits)} must be an int from 0 (chosen for you) to "
-            f"{MAX_SPLITS}"
-        )
-    per_split = o.seqlen_k_per_split
-    if per_split is not None:
-        if not (_is_int(per_split) and per_split > 0 and per_split % SPLIT_MULTIPLE == 0):
-            refusal.invalid.append(
-                f"seqlen_k_per_split={literal(per_split)} must be a positive multiple of "
-                f"{SPLIT_MULTIPLE}"
-            )
-        elif o.num_splits not in (0, 1):
-            refusal.invalid.append(
-                f"num_splits={o.num_splits} and seqlen_k_per_split={per_split} exclude each other"
-            )
-    if o.impl is not None and o.impl not in IMPLS:
-        refusal.invalid.append(f"impl={o.impl!r} is not one of None, {', '.join(map(repr, IMPLS))}")
+def _request(o: Options) -> Request:
     return Request(
         num_splits=o.num_splits,
-        seqlen_k_per_split=per_split,
+        seqlen_k_per_split=o.seqlen_k_per_split,
         pack_gqa=o.pack_gqa,
         deterministic=o.deterministic,
-        scheduler_metadata=o.scheduler_metadata,
+        disable_scheduler_metadata=o.disable_scheduler_metadata,
         policy_given=o.fp8_policy is not None,
         impl=o.impl,
     )
 
 
 def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
-    given, p_format = options.fp8_policy, formats.p.name
+    given, p_format = options.fp8_policy, format_of_p(formats.q, formats.kv).name
     default = policy_for(p_format)
     if given is None:
         return default
@@ -425,11 +402,7 @@ def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
             refusal.invalid.append(f"fp8_policy: {fault}")
             return default
     if not isinstance(given, Fp8Policy):
-        refusal.invalid.append(
-            f"fp8_policy={literal(given)} must be an Fp8Policy, a name "
-            f"({', '.join(POLICIES[p_format])}) or None"
-        )
-        return default
+        return default  # refused by `check_options`
     if given.p_format != p_format:
         refusal.invalid.append(
             f"fp8_policy is for P in {given.p_format}; with q in {formats.q.name} and v in "
@@ -437,6 +410,27 @@ def _policy(options: Options, formats: _Formats, refusal: Refusal) -> Fp8Policy:
             f"policy_for({p_format!r})"
         )
     return given
+
+
+def _check_policy_of_traits(given: object, traits: Traits, refusal: Refusal) -> None:
+    """What a policy cannot have where V's scales for each token sit in the exponent of P."""
+    policy = traits.policy
+    if not traits.v_scale_in_exponent:
+        return
+    if policy.exp2 != "exact":
+        refusal.invalid.append(
+            f"fp8_policy has exp2={policy.exp2!r} and v_descale is per token: the row sum needs P "
+            f"before it is rounded, and codes made straight from the exponent have none. Write "
+            f"exp2='exact', or give v_descale per batch and head"
+        )
+    # A name leaves the row sum to the call, as no policy at all does; the text of one does not.
+    is_name = isinstance(given, str) and given in POLICIES[policy.p_format]
+    if policy.row_sum != "exact" and not is_name:
+        refusal.invalid.append(
+            f"fp8_policy has row_sum={policy.row_sum!r} and v_descale is per token: keys whose "
+            f"scale is small are zero in the rounded P whatever their share of the row sum. Write "
+            f"row_sum='exact', or give v_descale per batch and head"
+        )
 
 
 # ---------------------------------------------------------------------------------- records
@@ -458,10 +452,13 @@ def _sizes(
         total_k = capacity = o.k.shape[0]
     else:
         num_pages, page_size = o.k.shape[0], o.k.shape[1]
-        capacity = o.page_table.shape[1] * page_size  # type: ignore[union-attr]
+        columns = o.page_table.shape[1:]  # type: ignore[union-attr]
+        capacity = columns[0] * page_size if columns else page_size
     seqlen_k = capacity
+    rows = seqlen_q if total_q is None else total_q
+    check_window_of_lengths(options, (rows, capacity), refusal)
     _check_fixed_lengths(o, options, layout, seqlen_q, capacity, refusal)
-    if _is_int(options.max_seqlen_k) and layout.kv != "dense":
+    if is_int(options.max_seqlen_k) and layout.kv != "dense":
         if layout.kv == "paged" and options.max_seqlen_k > capacity:  # type: ignore[operator]
             refusal.invalid.append(
                 f"max_seqlen_k={options.max_seqlen_k} does not fit in page_table's "
@@ -490,11 +487,17 @@ def _check_fixed_lengths(
     o: Operands, options: Options, layout: _Layout, seqlen_q: int, capacity: int, refusal: Refusal
 ) -> None:
     """Bounds of lengths that no tensor holds; `values.py` checks them against the others."""
+    used: object = o.seqused_k
+    if is_int(used) and used > capacity:  # type: ignore[operator]
+        refusal.invalid.append(
+            f"{refusal.name('seqused_k')}={used}, but {refusal.name('k')} has room for {capacity} "
+            f"keys of each sequence"
+        )
     rows = seqlen_q if layout.q == "dense" and o.seqused_q is None else None
     keys = capacity if layout.kv != "varlen" and o.seqused_k is None else None
     for name, length in (("max_seqlen_q", rows), ("max_seqlen_k", keys), ("min_seqlen_k", keys)):
         bound = getattr(options, name)
-        if length is None or not _is_int(bound):
+        if length is None or not is_int(bound):
             continue
         if bound > length if name.startswith("min") else bound < length:
             refusal.invalid.append(f"{name}={bound}, but every sequence has length {length}")
@@ -523,7 +526,7 @@ def _traits(
         seqused_k=o.seqused_k is not None,
         bounded_left=window[0] is not None,
         bounded_right=window[1] is not None,
-        softcap=_is_number(call.options.softcap) and bool(call.options.softcap),
+        softcap=is_number(call.options.softcap) and bool(call.options.softcap),
         sink=o.learnable_sink is not None,
         q_descale=scales["q"],
         k_descale=scales["k"],
@@ -532,25 +535,3 @@ def _traits(
         lse=call.options.return_lse is True or o.lse is not None,
         policy=policy,
     )
-
-
-def _check_buffers(o: Operands, problem: Problem, refusal: Refusal) -> None:
-    for name, t, shape in (("out", o.out, problem.out_shape), ("lse", o.lse, problem.lse_shape)):
-        if t is None:
-            continue
-        if tuple(t.shape) != tuple(shape):
-            refusal.invalid.append(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
-        elif name == "out" and t.shape[-1] > 1 and t.stride(-1) != 1:
-            refusal.invalid.append("out must be contiguous in its last dimension")
-        elif any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)):
-            refusal.invalid.append(f"{name} is expanded: its elements share memory; clone it")
-    if o.lse is not None and o.lse.dtype != torch.float32:
-        refusal.invalid.append(f"lse must be fp32, got {dtype_name(o.lse.dtype)}")
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
-
-
-def _is_int(x: object) -> bool:
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)

@@ -1,4 +1,4 @@
-"""The command line: demo, env, support, explain, accuracy.
+"""The command line: demo, env, support, explain, accuracy; `cli_sim.py` has sim.
 
 Typer and rich are used here and nowhere else. Everything that computes is imported by the command
 that needs it. Bad input ends with exit code 2 and a sentence.
@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flash_attn_fp8 import cli_sim
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +31,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+)
+
+# The script's own options follow its name.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    cli_sim.sim
 )
 
 _WIDTH_OF_A_PIPE = 160  # columns of tables that go to a file or another program
@@ -120,7 +127,7 @@ def _demo_lines(
     broken = Fp8Policy.breaking_the_budget("e4m3", 8, 4, row_sum="exact")
     settings: list[tuple[torch.dtype, Any, Fp8Policy]] = [
         (torch.float8_e4m3fn, "batch_head", fa.policy_for("e4m3")),
-        (torch.float8_e4m3fn, "token_head", fa.policy_for("e4m3")),
+        (torch.float8_e4m3fn, "token_head", fa.policy_for("e4m3").replace(row_sum="exact")),
         (torch.float8_e5m2, "batch_head", fa.policy_for("e5m2")),
         (torch.float8_e4m3fn, "batch_head", broken),
     ]

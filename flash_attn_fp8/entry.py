@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
 from flash_attn_fp8.call import Call, describe
@@ -55,13 +54,6 @@ def bounds(window_size: object) -> Window:
     return f"{_short(window_size)} is no pair", None  # type: ignore[return-value]
 
 
-def scalar(x: Tensor | float | None, like: Tensor) -> Tensor | None:
-    """A Python number as the one-element tensor that executors read; else left to the checks."""
-    if not (isinstance(x, (int, float, torch.SymFloat)) and isinstance(like, Tensor)):
-        return x
-    return torch.full((), x, dtype=torch.float32, device=like.device)
-
-
 REMEDY = {
     "qv": "MLA's second query is not supported; concatenate heads, or use flash_attn.cute",
     "gather_kv_indices": "selecting cells is not supported yet",
@@ -99,7 +91,7 @@ def refused(neutral: object = None, **arguments: object) -> tuple[str, ...]:
     return tuple(
         f"{name}={_short(value)}: {REMEDY[name]}"
         for name, value in arguments.items()
-        if value is not neutral and not (neutral is not None and value == neutral)
+        if value is not neutral and not (type(value) is type(neutral) and value == neutral)
     )
 
 

@@ -12,15 +12,24 @@ A call with reasons of both kinds raises `InvalidArguments`; all reasons are lis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
 class FlashAttnFp8Error(Exception):
-    """Base of every exception of this package. `reasons` holds one sentence per fault."""
+    """Base of every exception of this package, made of a message and perhaps its reasons.
 
-    def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.reasons = reasons or (message,)
+    It has no `__init__`, so that Dynamo can trace a refusal and show what it says.
+    """
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """One sentence per fault."""
+        reasons: tuple[str, ...] = self.args[1] if len(self.args) > 1 else self.args
+        return reasons
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class InvalidArguments(FlashAttnFp8Error, ValueError, TypeError):
@@ -33,11 +42,18 @@ class Unsupported(FlashAttnFp8Error, NotImplementedError):
 
 @dataclass
 class Refusal:
-    """Reasons against one call, collected before anything is allocated."""
+    """Reasons against one call, collected before anything is allocated.
+
+    `names` has what the caller calls an argument where that is not the field's name.
+    """
 
     invalid: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
     shows_in_text: bool = True  # whether the text of the call has all that the reasons speak of
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, argument: str) -> str:
+        return self.names.get(argument, argument)
 
     @property
     def reasons(self) -> tuple[str, ...]:

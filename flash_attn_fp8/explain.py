@@ -16,8 +16,9 @@ from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan, plan_for
-from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.plan import Plan, TiledSpec, plan_for
+from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.problem import Problem, Traits
 from flash_attn_fp8.support import EXECUTORS, reasons_against
 from flash_attn_fp8.target import Target, target_named, target_of
 
@@ -81,8 +82,9 @@ class Explanation:
             f"{'yes' if t.sink else 'no'}",
             f"  descales  {scales or 'none'}",
             f"  policy    {t.policy}",
-            f"            P has {t.policy.headroom_log2:.3f} octaves of headroom and is zero below "
+            f"            P {_headroom(t.policy)} and is zero below "
             f"2^{t.policy.tail_log2:g} of the row's largest",
+            f"  row sum   {_row_sum(t)}",
         ]
 
     @staticmethod
@@ -96,9 +98,14 @@ class Explanation:
         lines = [
             "would run:",
             f"  executor  {plan.impl}",
+            *(
+                [f"  P·V       {_accumulation(plan.spec)}"]
+                if isinstance(plan.spec, TiledSpec)
+                else []
+            ),
             f"  splits    {parts}",
             f"  tiles     {'query heads packed' if plan.pack_gqa else 'one query head each'}",
-            f"  metadata  {'computed by the plan' if plan.scheduler_metadata else 'none'}",
+            f"  metadata  {'none' if plan.disable_scheduler_metadata else 'computed by the plan'}",
             f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
         ]
         first = " was asked for" if problem.request.impl else " comes first"
@@ -107,6 +114,29 @@ class Explanation:
             why = reasons_against(name, problem, plan.target)
             lines.append(f"  not {name}: {'; '.join(why) or 'it could; ' + plan.impl + first}")
         return lines
+
+
+def _headroom(policy: Fp8Policy) -> str:
+    if policy.headroom_log2 >= 0:
+        return f"has {policy.headroom_log2:.3f} octaves of headroom"
+    return f"SATURATES: its largest lie {-policy.headroom_log2:.3f} octaves above {policy.p_format}"
+
+
+def _row_sum(traits: Traits) -> str:
+    """What normalises the output, which the policy's field does not always say."""
+    if traits.exact_row_sum and traits.policy.row_sum != "exact":
+        return "exact, whatever the policy says: v_descale per token sits in P's exponent"
+    return (
+        "exact: of P before it is rounded" if traits.exact_row_sum else "quantized: of P as rounded"
+    )
+
+
+def _accumulation(spec: TiledSpec) -> str:
+    if spec.accumulator == "fp32":
+        return "accumulated in fp32 (promote_every has no effect)"
+    every = spec.policy.promote_every
+    promotion = "never promoted" if every is None else f"promoted to fp32 every {every} keys"
+    return f"accumulated with 13 fraction bits, as SM90 does in fp8, {promotion}"
 
 
 def _bound(value: int | None) -> str:
@@ -187,23 +217,29 @@ def parse_call(text: str) -> Call:
         raise InvalidArguments(
             f"{text!r} is no call; write flash_attn_func(q=e4m3[1, 128, 8, 64], ...)"
         )
-    operands: dict[str, Tensor] = {}
+    operands: dict[str, object] = {}
     options: dict[str, object] = {}
     refused: list[str] = []
+    names = kvcache.NAMES if match[1] == "flash_attn_with_kvcache" else {}
+    fields = {names.get(field, field): field for field in (*Operands._fields, *Options._fields)}
     for name, value in _arguments(match[2]):
-        if name in Operands._fields and name not in operands:
-            operands[name] = _parse_tensor(name, value)
-        elif name in Options._fields and (name not in REMEDY or value == "False"):
-            options[name] = _parse_value(name, value)
+        field = fields.get(name, "")
+        if name == "cache_batch_idx" and names and "page_table" not in operands:
+            names, field = kvcache.NAMES_WITH_SEQUENCES, "page_table"
+        if field in Operands._fields and field not in operands:
+            number = field in ("output_scale", "seqused_k") and not _TENSOR.fullmatch(value)
+            operands[field] = (_parse_value if number else _parse_tensor)(name, value)
+        elif field in Options._fields:
+            options[field] = _parse_value(field, value)
         elif name in REMEDY:
             refused.append(f"{name}={value}: {REMEDY[name]}")
         else:
-            known = ", ".join((*Operands._fields, *Options._fields))
+            known = ", ".join(fields)
             raise InvalidArguments(f"{name!r} is no part of a call; known: {known}")
-    missing = [name for name in "qkv" if name not in operands]
+    missing = [names.get(field, field) for field in "qkv" if field not in operands]
     if missing:
         raise InvalidArguments(f"{', '.join(missing)} missing in {text!r}")
-    return Call(match[1], Operands(**operands), Options(**options), tuple(refused))  # type: ignore[arg-type]
+    return Call(match[1], Operands(**operands), Options(**options), tuple(refused), names)  # type: ignore[arg-type]
 
 
 def _arguments(text: str) -> Iterator[tuple[str, str]]:
@@ -237,13 +273,23 @@ def _ints(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A value of a kind that text does not bring back; to be refused, and printed as it was."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def _parse_value(name: str, text: str) -> object:
     if _TENSOR.fullmatch(text):
         return _parse_tensor(name, text)
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = float(text) if text in ("nan", "inf", "-inf") else text
+        value = float(text) if text in ("nan", "inf", "-inf") else _Unread(text)
         dtype = FORMATS[text].dtype if text in FORMATS else getattr(torch, text, None)
         return dtype if name == "out_dtype" and isinstance(dtype, torch.dtype) else value
     return value

@@ -65,12 +65,22 @@ FP32 = Format("fp32", torch.float32, 32, torch.finfo(torch.float32).max, 23, 127
 FORMATS = {f.name: f for f in (E4M3, E5M2, INT8, FP16, BF16, FP32)}
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
 
+OUT_FORMATS = (BF16, FP16, FP32, E4M3, E5M2)
 QUANTIZED = (E4M3, E5M2, INT8)
 
 
 def format_of(dtype: torch.dtype) -> Format | None:
     """The format of a torch dtype, or None where attention has no use for it."""
     return _BY_DTYPE.get(dtype)
+
+
+def format_of_p(q: Format, kv: Format) -> Format:
+    """The format of P in the product P·V.
+
+    q's, but bf16 over an 8-bit cache: every 8-bit code is exact in bf16, and V's scale times P
+    stays in its range, which fp16's would not hold.
+    """
+    return BF16 if kv.is_8bit and not q.is_8bit else q
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 
 from flash_attn_fp8.call import Call, Operands, Options
-from flash_attn_fp8.entry import Window, bounds, public_as_fa3, refused, scalar
+from flash_attn_fp8.entry import Window, bounds, public_as_fa3, refused
 from flash_attn_fp8.policy import Fp8Policy
+
+# What this function calls the fields of a call; its cache_batch_idx is a page_table of one column.
+NAMES = MappingProxyType(
+    {
+        "k": "k_cache",
+        "v": "v_cache",
+        "seqused_k": "cache_seqlens",
+        "return_lse": "return_softmax_lse",
+    }
+)
+NAMES_WITH_SEQUENCES = MappingProxyType({**NAMES, "page_table": "cache_batch_idx"})
 
 
 @public_as_fa3
@@ -97,17 +110,11 @@ def flash_attn_with_kvcache(
     )
     why += refused(0, attention_chunk=attention_chunk, sm_margin=sm_margin)
     why += refused(True, rotary_interleaved=rotary_interleaved)
-    if cache_batch_idx is not None:
-        if page_table is not None:
-            why += refused(cache_batch_idx=cache_batch_idx)
-        elif isinstance(cache_batch_idx, Tensor) and cache_batch_idx.ndim == 1:
-            # A batched cache is a pool whose pages are whole sequences.
-            page_table = cache_batch_idx[:, None]
-        else:
-            page_table = cache_batch_idx
-    if type(cache_seqlens) is int and isinstance(q, Tensor):
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    names = NAMES
+    if cache_batch_idx is not None and page_table is not None:
+        why += refused(cache_batch_idx=cache_batch_idx)
+    elif cache_batch_idx is not None:
+        names, page_table = NAMES_WITH_SEQUENCES, cache_batch_idx
     return Call(
         "flash_attn_with_kvcache",
         Operands(
@@ -121,7 +128,7 @@ def flash_attn_with_kvcache(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
-            output_scale=scalar(output_scale, q),
+            output_scale=output_scale,  # type: ignore[arg-type]
             out=out,
         ),
         Options(
@@ -140,4 +147,5 @@ def flash_attn_with_kvcache(
             impl=impl,
         ),
         why,
+        names,
     )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.support import EXECUTORS, reasons_against
@@ -20,9 +20,6 @@ from flash_attn_fp8.target import Target
 
 TILE_M, TILE_N = 128, 128  # the kernels' tile of query rows x keys, which `tiled` mirrors
 
-# Keys per split where the caller asks for batch-invariant results and leaves the number of splits
-# to us: a constant, so that a row's bits depend on nothing but its own keys.
-DETERMINISTIC_KEYS_PER_SPLIT = 2048
 MAX_AUTO_SPLITS = 128  # FA4's cap for its heuristic
 
 
@@ -51,17 +48,44 @@ class Split:
         return self.num_splits if self.keys is None else max(1, -(-seqlen_k // self.keys))
 
 
+KEYS_PER_MMA = 32  # of 8-bit operands: the depth of one tensor core instruction
+Accumulator = Literal["fp32", "sm90_fp8"]
+
+
 @dataclass(frozen=True)
 class TiledSpec:
     """What the emulation mirrors of a kernel: its tiles, its policy and its accumulator.
 
     `accumulator` is "fp32", or "sm90_fp8": Hopper's fp8 tensor cores, which keep 13 fraction bits
     (then `policy.promote_every` matters).
+
+    Raises:
+        InvalidArguments: a field is out of range.
     """
 
     policy: Fp8Policy
     tile_n: int = TILE_N
-    accumulator: str = "fp32"
+    accumulator: Accumulator = "fp32"
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not isinstance(self.policy, Fp8Policy):
+            faults.append(
+                f"policy={self.policy!r} must be an Fp8Policy, such as policy_for('e4m3')"
+            )
+        n = self.tile_n
+        if isinstance(n, bool) or not isinstance(n, int) or n <= 0:
+            faults.append(f"tile_n={n!r} must be a positive number of keys, such as {TILE_N}")
+        elif self.accumulator == "sm90_fp8" and n % KEYS_PER_MMA:
+            faults.append(
+                f"tile_n={n} must be a multiple of the {KEYS_PER_MMA} keys of one instruction of "
+                f"the sm90_fp8 accumulator, such as {TILE_N}"
+            )
+        if self.accumulator not in get_args(Accumulator):
+            known = ", ".join(map(repr, get_args(Accumulator)))
+            faults.append(f"accumulator={self.accumulator!r} is not one of {known}")
+        if faults:
+            raise InvalidArguments("TiledSpec: " + "; ".join(faults), tuple(faults))
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,7 @@ class Plan:
     spec: TiledSpec | ReferenceSpec
     split: Split
     pack_gqa: bool
-    scheduler_metadata: bool
+    disable_scheduler_metadata: bool
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
@@ -89,13 +113,25 @@ def plan_for(problem: Problem, target: Target) -> Plan:
     Raises:
         Unsupported: the executor that was asked for, or every one, has a reason against it.
     """
+    impl, rejected = executor_for(problem, target)
+    return _plan(impl, problem, target, rejected)
+
+
+def executor_for(
+    problem: Problem, target: Target
+) -> tuple[str, tuple[tuple[str, tuple[str, ...]], ...]]:
+    """The executor of a problem, whose sizes may be symbolic, and those passed over, with reasons.
+
+    Raises:
+        Unsupported: see `plan_for`.
+    """
     asked = problem.request.impl
     candidates = EXECUTORS if asked is None else (asked,)
     rejected: list[tuple[str, tuple[str, ...]]] = []
     for impl in candidates:
         reasons = reasons_against(impl, problem, target)
         if not reasons:
-            return _plan(impl, problem, target, tuple(rejected))
+            return impl, tuple(rejected)
         rejected.append((impl, reasons))
     refusal = Refusal(unsupported=[f"impl={impl!r}: {r}" for impl, why in rejected for r in why])
     raise refusal.error(f"no executor on {target.arch} for this call")
@@ -106,27 +142,34 @@ def _plan(
 ) -> Plan:
     traits, request = problem.traits, problem.request
     group = traits.q_heads_per_kv_head
-    spec = TiledSpec(traits.policy) if impl == "tiled" else ReferenceSpec()
+    pack_gqa = group > 1 if request.pack_gqa is None else request.pack_gqa
     return Plan(
         impl=impl,
         target=target,
-        spec=spec,
-        split=_split(problem, target),
-        pack_gqa=group > 1 if request.pack_gqa is None else request.pack_gqa,
-        scheduler_metadata=request.scheduler_metadata and traits.q_layout == "varlen",
+        spec=_tiled(problem, target) if impl == "tiled" else ReferenceSpec(),
+        split=_split(problem, target, pack_gqa),
+        pack_gqa=pack_gqa,
+        disable_scheduler_metadata=request.disable_scheduler_metadata or traits.q_layout == "dense",
         rejected=rejected,
     )
 
 
-def _split(problem: Problem, target: Target) -> Split:
+def _tiled(problem: Problem, target: Target) -> TiledSpec:
+    """The numerics of the target's tensor cores; fp32 where it has none (a CPU), or better ones."""
+    policy = problem.traits.policy
+    narrow = target.arch == "sm_90a" and policy.format.is_fp8
+    return TiledSpec(policy, accumulator="sm90_fp8" if narrow else "fp32")
+
+
+def _split(problem: Problem, target: Target, pack_gqa: bool) -> Split:
     request, sizes = problem.request, problem.sizes
-    if request.seqlen_k_per_split is not None:
-        return Split(keys=request.seqlen_k_per_split)
+    if request.keys_per_split is not None:
+        return Split(keys=request.keys_per_split)
     if request.num_splits:
         return Split(request.num_splits)
-    if request.deterministic:
-        return Split(keys=DETERMINISTIC_KEYS_PER_SPLIT)
-    m_blocks = -(-sizes.seqlen_q * problem.traits.q_heads_per_kv_head // TILE_M)
-    work = sizes.batch * sizes.nheads_kv * m_blocks
+    # A block of query rows: of one head, or of all that share a KV head where they are packed.
+    group = problem.traits.q_heads_per_kv_head if pack_gqa else 1
+    m_blocks = -(-sizes.seqlen_q * group // TILE_M)
+    work = sizes.batch * (sizes.nheads // group) * m_blocks
     n_blocks = max(1, -(-sizes.seqlen_k // TILE_N))
     return Split(max(1, min(target.sm_count // max(1, work), n_blocks, MAX_AUTO_SPLITS)))

@@ -20,7 +20,8 @@ module holds a second constant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -46,13 +47,16 @@ class Fp8Policy:
             accumulator is rescaled, >= 0. 0 rescales whenever the maximum grows.
         row_sum: what normalises the output: the fp32 sum of P ("exact") or of P as it was rounded
             ("quantized", more accurate on peaked rows). The LSE, the weights of splits, and rows
-            whose V has per-token scales under fp8 P always take the fp32 sum.
+            whose V has per-token scales under fp8 P always take the fp32 sum: a policy given for
+            such a call must say "exact".
         exp2: how P's code is made: "exact" (exponential, then rounding), "code" (the code straight
             from one fused multiply-add) or "code_quadratic" (with a correction of the fraction).
-            The last two need an fp8 `p_format`.
+            The last two need an fp8 `p_format`, and V's scales not per token.
         promote_every: keys after which P·V moves to an fp32 accumulator on tensor cores that
             accumulate with fewer bits (SM90 in fp8); None never does. Without effect where the
-            tensor core accumulates in fp32.
+            tensor core accumulates in fp32 (`explain` says which one a plan has).
+
+    `allow_saturation` is no argument: only `breaking_the_budget` makes a policy that has it.
 
     Raises:
         InvalidArguments: a field is out of range, or max_offset + rescale_threshold exceeds
@@ -65,10 +69,12 @@ class Fp8Policy:
     row_sum: RowSum = "quantized"
     exp2: Exp2 = "exact"
     promote_every: int | None = 128
-    allow_saturation: bool = False
+    allow_saturation: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        faults = [*self._field_faults(), *self._budget_faults()]
+        self._settle([*self._field_faults(), *self._budget_faults()])
+
+    def _settle(self, faults: list[str]) -> None:
         if faults:
             raise InvalidArguments("Fp8Policy: " + "; ".join(faults), tuple(faults))
         # One representation for equal policies (4 and 4.0): the policy is part of compile keys.
@@ -82,8 +88,8 @@ class Fp8Policy:
             faults.append(f"p_format={self.p_format!r} is not one of {', '.join(names)}")
         for name in ("max_offset", "rescale_threshold"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                faults.append(f"{name}={value!r} must be a number >= 0 (log2 units)")
+            if not _is_log2(value):
+                faults.append(f"{name}={value!r} must be a finite number >= 0 (log2 units)")
         if self.row_sum not in get_args(RowSum):
             faults.append(f"row_sum={self.row_sum!r} is not one of {', '.join(get_args(RowSum))}")
         if self.exp2 not in get_args(Exp2):
@@ -103,13 +109,11 @@ class Fp8Policy:
         return faults
 
     def _budget_faults(self) -> list[str]:
-        if self.allow_saturation or self.p_format not in FORMATS:
+        if self.p_format not in [f.name for f in _P_FORMATS]:
             return []
-        try:
-            top = self.max_offset + self.rescale_threshold
-        except TypeError:
+        if not (_is_log2(self.max_offset) and _is_log2(self.rescale_threshold)):
             return []
-        limit = self.format.log2_max
+        top, limit = self.max_offset + self.rescale_threshold, self.format.log2_max
         if top <= limit:
             return []
         return [
@@ -121,19 +125,21 @@ class Fp8Policy:
 
     @classmethod
     def breaking_the_budget(
-        cls, p_format: str, max_offset: float, rescale_threshold: float, **fields: object
+        cls, p_format: str, max_offset: float, rescale_threshold: float, **more: object
     ) -> Fp8Policy:
         """A policy that may saturate P. FOR EXPERIMENTS ONLY: its attention is silently wrong.
 
         It exists to reproduce published faults. Policies made here say UNSAFE wherever they print.
+
+        Raises:
+            InvalidArguments: a field is out of range.
         """
-        return cls(
-            p_format,
-            max_offset,
-            rescale_threshold,
-            allow_saturation=True,
-            **fields,  # type: ignore[arg-type]
-        )
+        policy = cls(p_format, 0, 0, **more)  # type: ignore[arg-type]
+        wanted = {"max_offset": max_offset, "rescale_threshold": rescale_threshold}
+        for name, value in {**wanted, "allow_saturation": True}.items():
+            object.__setattr__(policy, name, value)
+        policy._settle(policy._field_faults())
+        return policy
 
     @property
     def format(self) -> Format:
@@ -153,9 +159,19 @@ class Fp8Policy:
             lowest = -self.format.exponent_bias  # the code of a subnormal is no logarithm
         return lowest - self.max_offset
 
-    def replace(self, **fields: object) -> Fp8Policy:
-        """A copy with some fields changed; checked like a new one."""
-        return replace(self, **fields)  # type: ignore[arg-type]
+    def replace(self, **changes: object) -> Fp8Policy:
+        """A copy with some fields changed; checked like a new one. What is UNSAFE remains so."""
+        if not self.allow_saturation:
+            return replace(self, **changes)  # type: ignore[arg-type]
+        return Fp8Policy.breaking_the_budget(**self._arguments() | changes)  # type: ignore[arg-type]
+
+    def _arguments(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    def __repr__(self) -> str:
+        unsafe = "UNSAFE " if self.allow_saturation else ""
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
+        return f"{unsafe}Fp8Policy({arguments})"
 
     def __str__(self) -> str:
         unsafe = "UNSAFE " if self.allow_saturation else ""
@@ -170,15 +186,16 @@ class Fp8Policy:
         """The policy that `str(policy)` printed. Fields left out take their defaults."""
         words = text.split()
         unsafe = bool(words) and words[0] == "UNSAFE"
-        fields: dict[str, object] = {"allow_saturation": unsafe}
+        known = [f.name for f in fields(cls) if f.init]
+        given: dict[str, object] = {}
         try:
-            fields["p_format"], *pairs = words[1:] if unsafe else words
+            given["p_format"], *pairs = words[1:] if unsafe else words
             for pair in pairs:
                 name, value = pair.split("=")
-                if name in fields or name not in cls.__dataclass_fields__:
+                if name in given or name not in known:
                     raise ValueError(name)
-                fields[name] = _parse_field(name, value)
-            return cls(**fields)  # type: ignore[arg-type]
+                given[name] = _parse_field(name, value)
+            return (cls.breaking_the_budget if unsafe else cls)(**given)  # type: ignore[arg-type]
         except (ValueError, TypeError) as fault:
             if isinstance(fault, InvalidArguments):
                 raise
@@ -186,6 +203,13 @@ class Fp8Policy:
                 f"{text!r} is not a policy; write for example "
                 f"'e4m3 max_offset=8 rescale_threshold=0.75'"
             ) from fault
+
+
+def _is_log2(x: object) -> bool:
+    """Whether x can be an offset or a threshold."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        return False
+    return 0 <= x <= sys.float_info.max
 
 
 def _exact(x: float) -> str:

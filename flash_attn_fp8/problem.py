@@ -94,6 +94,11 @@ class Sizes:
     page_size: int | None = None
 
 
+# Keys per split where the caller asks for batch-invariant results and leaves the number of splits
+# to us: a constant, so that a row's bits depend on nothing but its own keys.
+DETERMINISTIC_KEYS_PER_SPLIT = 2048
+
+
 @dataclass(frozen=True)
 class Request:
     """How the caller wants it executed; resolved by the plan."""
@@ -102,9 +107,16 @@ class Request:
     seqlen_k_per_split: int | None = None
     pack_gqa: bool | None = None
     deterministic: bool = False
-    scheduler_metadata: bool = True
+    disable_scheduler_metadata: bool = False
     policy_given: bool = False
     impl: str | None = None
+
+    @property
+    def keys_per_split(self) -> int | None:
+        """Keys in each part where the number of parts follows from them; None where it is given."""
+        if self.seqlen_k_per_split is not None:
+            return self.seqlen_k_per_split
+        return DETERMINISTIC_KEYS_PER_SPLIT if self.deterministic and not self.num_splits else None
 
 
 @dataclass(frozen=True)

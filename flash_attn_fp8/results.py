@@ -388,8 +388,7 @@ def plot(rows: Sequence[Row], what: Plot, path: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise ResultsError(
-            "plots need matplotlib, which the `bench` extra brings: "
-            "pip install 'flash-attn-fp8[bench]'"
+            "plots need matplotlib: pip install matplotlib (or '.[bench]' in a checkout)"
         ) from missing
     chosen = [
         row

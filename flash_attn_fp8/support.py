@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
+from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
 from flash_attn_fp8.target import Target
 
 # In order of preference where the caller leaves the choice open.
@@ -40,10 +41,26 @@ def _reference_does_not_split(problem: Problem, target: Target) -> str | None:
     return None
 
 
+def _too_many_splits(problem: Problem, target: Target) -> str | None:
+    """The combine kernel's limit holds for the parts that a length of parts makes, too."""
+    keys, longest = problem.request.keys_per_split, problem.sizes.seqlen_k
+    if keys is None or longest <= MAX_SPLITS * keys:
+        return None
+    asked = f"seqlen_k_per_split={keys}"
+    if problem.request.seqlen_k_per_split is None:
+        asked = f"num_splits=0 with deterministic=True (parts of {DETERMINISTIC_KEYS_PER_SPLIT})"
+    enough = -(-longest // (MAX_SPLITS * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE
+    return (
+        f"{asked} cuts {longest} keys into {-(-longest // keys)} parts, and at most {MAX_SPLITS} "
+        f"can be combined: write seqlen_k_per_split={enough} or more (max_seqlen_k bounds the keys "
+        f"of packed and paged calls)"
+    )
+
+
 _RULES: dict[str, tuple[Rule, ...]] = {
     "cute": (_no_kernels,),
     "sim": (_no_simulator,),
-    "tiled": (),
+    "tiled": (_too_many_splits,),
     "reference": (_reference_has_no_policy, _reference_does_not_split),
 }
 

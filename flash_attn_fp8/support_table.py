@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_attn_fp8.api import flash_attn_varlen_func
 from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
-from flash_attn_fp8.formats import BF16, E4M3, E5M2, FORMATS, FP16, INT8, Format
+from flash_attn_fp8.formats import BF16, E4M3, E5M2, FORMATS, FP16, INT8, Format, format_of_p
 from flash_attn_fp8.policy import policy_for
 from flash_attn_fp8.support import reasons_against
 from flash_attn_fp8.target import target_named
@@ -226,7 +226,7 @@ def _arguments(formats: str, layout: str, head_dim: str, feature: str) -> dict[s
 
 
 def _feature(feature: str, q: Format, kv: Format) -> dict[str, Any]:
-    p_format = BF16 if kv.is_8bit and not q.is_8bit else q
+    p_format = format_of_p(q, kv)
     arguments: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
         "window": {"window_size": (64, 64)},

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from flash_attn_fp8.call import Call, Operands, Options
 from flash_attn_fp8.errors import Refusal
+from flash_attn_fp8.packed import sequence_of_rows
 from flash_attn_fp8.problem import Problem, Sizes
 
 
 def check_values(call: Call, problem: Problem) -> None:
     """Raise InvalidArguments with every fault of the values of index and scale tensors."""
-    refusal = Refusal()
+    refusal = Refusal(names=call.names)
     o, sizes = call.operands, problem.sizes
     q_len = _lengths("q", o.cu_seqlens_q, o.seqused_q, sizes.total_q, sizes.seqlen_q, refusal)
     capacity = sizes.seqlen_k
@@ -65,8 +66,8 @@ def _lengths(
             at = int(bad.nonzero()[0])
             limit = room if isinstance(room, int) else int(room[at])
             refusal.invalid.append(
-                f"seqused_{side}[{at}]={int(seqused[at])} must be from 0 to the {limit} rows that "
-                f"sequence {at} has"
+                f"{refusal.name(f'seqused_{side}')}[{at}]={int(seqused[at])} must be from 0 to the "
+                f"{limit} rows that sequence {at} has"
             )
         used = seqused
     return used
@@ -102,9 +103,13 @@ def _check_pages(o: Operands, k_len: Tensor | None, sizes: Sizes, refusal: Refus
     bad = needed & ((pages < 0) | (pages >= (sizes.num_pages or 0)))
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
+        name = refusal.name("page_table")
+        at = (
+            f"{row}, {column}" if name == "page_table" else f"{row}"
+        )  # a cache_batch_idx is one row
         refusal.invalid.append(
-            f"page_table[{row}, {column}]={int(pages[row, column])} is in use and must be from 0 "
-            f"to {(sizes.num_pages or 0) - 1}"
+            f"{name}[{at}]={int(pages[row, column])} is in use and must be from 0 to "
+            f"{(sizes.num_pages or 0) - 1}"
         )
 
 
@@ -131,12 +136,20 @@ def _check_scales(
         _check_positive("output_scale", o.output_scale, refusal)
 
 
+# A row of zeros has no scale of its own. V's, per token, may lead the exponent that P is made with.
+_ZERO_ROWS = {
+    "q_descale": " (all-zero rows may have any)",
+    "k_descale": " (all-zero rows may have any)",
+    "v_descale": " (of an all-zero row: no larger than its neighbours')",
+}
+
+
 def _check_positive(name: str, scale: Tensor, refusal: Refusal) -> None:
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         refusal.invalid.append(
-            f"{name} must be finite and positive, found {float(scale[bad].flatten()[0])} "
-            f"(all-zero rows may have any)"
+            f"{name} must be finite and positive, found {float(scale[bad].flatten()[0])}"
+            + _ZERO_ROWS.get(name, "")
         )
 
 
@@ -155,10 +168,9 @@ def _used_rows(
         return scale[page[seen], (slot % page_size)[seen]]
     if cu_seqlens is not None and used is not None:
         slot = torch.arange(scale.shape[1], device=scale.device)
-        owner = torch.searchsorted(cu_seqlens[1:].contiguous(), slot, right=True)
-        owner = owner.clamp(max=max(0, used.shape[0] - 1))
         if used.shape[0] == 0:
             return scale[0, :0]
+        owner = sequence_of_rows(cu_seqlens, scale.shape[1])
         seen = (slot - cu_seqlens[owner] < used[owner]) & (slot < cu_seqlens[-1])
         return scale[0][seen]
     if used is None:

@@ -1,7 +1,6 @@
 """Error budgets that are computed from the call, never chosen.
 
-For a call whose P is rounded as its policy says, two bounds are derived from the exact attention
-(`impl="reference"`):
+For a call whose P is rounded as its policy says, two bounds are derived from the exact attention:
 
 * element by element, a rigorous one. P_j carries a relative error of at most the format's unit
   roundoff u, or an absolute one of 2**tail_log2 of the row's largest weight where it flushes, so
@@ -11,6 +10,14 @@ For a call whose P is rounded as its policy says, two bounds are derived from th
   plus fp32 and output rounding;
 * in the l2 norm, a sharp one: the error of a one-shot low-precision model that rounds P once under
   the final maximum, taken at its worst over the lags that the threshold allows.
+
+What is independent of the executors here: scores, softmax, output and LSE are computed again, in
+fp64 and over all keys at once. What is not: `reference/blocks` and `Output` gather the operands and
+put the rows back, `saturating_cast` rounds, and the policy's limits are the package's own. Those
+are held to the definition by tests/cases/exact.py and `tests.sweep.check.definition`, which share
+nothing with the package.
+
+P's codes made without an exponential (`exp2`) have no model here; such a call has no budget.
 
 This is the only module of the tests that may hold tolerances.
 """
@@ -23,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_attn_fp8.accuracy.measure import rel_l2
 from flash_attn_fp8.call import Call
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.formats import FORMATS, saturating_cast
@@ -68,11 +76,14 @@ class Budget:
 
 def budget_of(call: Call) -> Budget:
     """Derive the budget of a call from its own operands and policy."""
+    call = call.with_tensors()
     call = call._replace(
         options=call.options._replace(out_dtype=torch.float32, return_lse=True, impl=None),
         operands=call.operands._replace(out=None, lse=None, output_scale=None),
     )
     problem = problem_of(call)
+    policy = problem.traits.policy
+    assert policy.exp2 == "exact", f"no budget for exp2={policy.exp2!r}: its error has no model"
     device = call.operands.q.device
     names = ("out", "bound", *map(str, LAGS))
     fields = {name: torch.empty(problem.out_shape, device=device) for name in names}
@@ -99,7 +110,7 @@ def budget_of(call: Call) -> Budget:
 def assert_within_budget(call: Call, out: Tensor, lse: Tensor | None = None) -> Budget:
     """Check a call's results against its budget; returns it for further checks."""
     budget = budget_of(call)
-    check_within(budget, out, lse, call.operands.output_scale)
+    check_within(budget, out, lse, call.with_tensors().operands.output_scale)
     return budget
 
 
@@ -119,9 +130,9 @@ def check_within(
         f"element {worst}: error {error.flatten()[worst]:.3g} exceeds its bound "
         f"{allowed.flatten()[worst]:.3g}"
     )
-    rel_l2 = float(error.norm()) / (float(budget.out.norm()) or 1.0)
+    found = rel_l2(got, budget.out)
     limit = budget.rel_l2_limit + rounding + FP32_STEPS * FP32_EPS
-    assert rel_l2 <= limit, f"rel_l2 {rel_l2:.4g} > budget {limit:.4g}"
+    assert found <= limit, f"rel_l2 {found:.4g} > budget {limit:.4g}"
     if lse is not None:
         assert_lse(lse, budget)
 
@@ -135,9 +146,23 @@ def assert_lse(lse: Tensor, budget: Budget) -> None:
     assert bool((error <= budget.lse_bound).all()), f"lse off by {float(error.max()):.3g}"
 
 
-def rel_l2(actual: Tensor, exact: Tensor) -> float:
-    """||actual - exact|| / ||exact||."""
-    return float((actual.float() - exact.float()).norm()) / (float(exact.float().norm()) or 1.0)
+def assert_rounded_once(actual: Tensor, exact: Tensor) -> None:
+    """`actual` is `exact`, known in fp64, but for one rounding to actual's format.
+
+    And for what an exact value that is known only to fp64 adds to it, far below fp32's roundoff.
+    """
+    fmt = FORMATS[_format_name(actual)]
+    same = actual.double() == exact  # infinities among them
+    error = torch.where(same, 0.0, (actual.double() - exact).abs())
+    size = torch.where(same, 0.0, exact.abs())
+    allowed = fmt.unit_roundoff * size + FP32_EPS * size + 2.0**fmt.flush_log2
+    # fp64 sums cancel: relative to the largest element, not to each.
+    allowed = allowed + FP32_EPS**2 * (size.amax() if size.numel() else 0.0)
+    worst = int((error - allowed).flatten().argmax()) if error.numel() else 0
+    assert bool((error <= allowed).all()), (
+        f"element {worst}: {error.flatten()[worst]:.3g} from the exact value, one rounding to "
+        f"{fmt.name} is {allowed.flatten()[worst]:.3g}"
+    )
 
 
 def _format_name(out: Tensor) -> str:
@@ -202,14 +227,18 @@ class _Exact:
         return FP32_STEPS * FP32_EPS * (1 + largest + self.lse.abs().nan_to_num(posinf=0.0))
 
     def one_shot(self, lag: float) -> Tensor:
-        """Attention with P rounded once, under a maximum that lags by a share of the threshold."""
+        """Attention with P rounded once, under a maximum that lags by a share of the threshold.
+
+        V's scales of tokens enter the maximum where P is fp8, and multiply P where it has 16 bits.
+        """
         policy = self.problem.traits.policy
         x = self.x * math.log2(math.e)
         scale = torch.ones((), device=x.device) if self.v_scale is None else self.v_scale
-        x = x + torch.log2(scale)
-        top = x.amax(-1, keepdim=True) if x.shape[-1] else x.sum(-1, keepdim=True)
+        scaled = x + torch.log2(scale)
+        ruling = scaled if policy.format.is_fp8 else x
+        top = ruling.amax(-1, keepdim=True) if x.shape[-1] else x.sum(-1, keepdim=True)
         top = top.nan_to_num(neginf=0.0) - lag * policy.rescale_threshold
-        p = torch.exp2((x - top + policy.max_offset).float())
+        p = torch.exp2((scaled - top + policy.max_offset).float())
         rounded = saturating_cast(p, policy.format).float()
         used = p if self.problem.traits.exact_row_sum else rounded
         total = (used / scale).double().sum(-1, keepdim=True)

@@ -60,7 +60,8 @@ def table(quick: bool) -> Experiment:
         points=SOURCE,
         title="Error of fp8 attention: emulated here (bars), published for a B200 (points)",
     )
-    return Experiment("accuracy", (part,), ("setting",), ("setting",), what)
+    across = ("setting", "tile")
+    return Experiment("accuracy", (part,), across, across, what)
 
 
 def policies(quick: bool) -> Experiment:

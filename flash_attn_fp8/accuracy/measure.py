@@ -23,6 +23,7 @@ from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.reference import exact as definition
 from flash_attn_fp8.reference import tiled
+from flash_attn_fp8.results import Scalar
 from flash_attn_fp8.values import check_values
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ def emulate(
         observer,
     )
     return out
+
+
+def emulation(tile_n: int | None = TILE_N) -> dict[str, Scalar]:
+    """What `emulate` mirrors of a kernel, as entries of a result's case; None: all keys at once."""
+    tile = "all keys in a tile" if tile_n is None else f"{tile_n} keys a tile"
+    return {"tile": tile, "accumulator": TiledSpec.accumulator}
 
 
 def emulate_problem(

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.accuracy.measure import emulate, emulate_problem, exact, rel_l2
+from flash_attn_fp8.accuracy.measure import emulate, emulate_problem, emulation, exact, rel_l2
 from flash_attn_fp8.api import flash_attn_func
 from flash_attn_fp8.call import Call
 from flash_attn_fp8.checks import problem_of
@@ -227,6 +227,7 @@ class Comparison:
 
 def _pair_rows(case: Case, drawn: Drawn, expected: Tensor, name: str) -> list[Row]:
     labels: dict[str, Scalar] = {"scores": case.scores, "keys": case.keys, "policy": name}
+    labels |= emulation()
     policy = POLICIES[name]
     q, k, v = (x.to(policy.format.dtype) for x in (drawn.q, drawn.k, drawn.v))
     ends = _Ends(policy)
@@ -270,12 +271,23 @@ def _v_kinds(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-class _ScaleOnP(Traits):
-    """Traits of a kernel that multiplies P by V's scale before rounding, as one does in 16 bits."""
+@dataclass(frozen=True)
+class _Altered(Traits):
+    """Traits of a kernel that the package would not build: both choices about V's scale are free.
+
+    As in 16 bits, P is multiplied by V's scale before rounding unless `in_exponent`.
+    """
+
+    in_exponent: bool = True
+    exact_sum: bool = True
 
     @property
     def v_scale_in_exponent(self) -> bool:
-        return False
+        return self.in_exponent
+
+    @property
+    def exact_row_sum(self) -> bool:
+        return self.exact_sum
 
 
 @dataclass(frozen=True)
@@ -318,20 +330,21 @@ def _v_scale_rows(name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Row]:
     problem = problem_of(plain)
     expected, lse = torch.empty(problem.out_shape), torch.empty(problem.lse_shape)
     definition.run(problem, plain.operands, expected, lse)
-    on_p = Traits.__new__(_ScaleOnP)
-    on_p.__dict__.update(vars(problem.traits))
-    scaled_p = type(problem)(on_p, problem.sizes, problem.request)
     ways = {
-        "P · v_scale": (scaled_p, plain),
-        "P · v_scale / max over the head": (scaled_p, call(codes.descale / largest)),
-        "v_scale in the exponent": (problem, plain),
+        "P · v_scale": (False, plain),
+        "P · v_scale / max over the head": (False, call(codes.descale / largest)),
+        "v_scale in the exponent": (True, plain),
     }
     found = []
-    for (way, (how, described)), row_sum in product(ways.items(), get_args(RowSum)):
+    for (way, (in_exponent, described)), row_sum in product(ways.items(), get_args(RowSum)):
+        traits = _Altered(
+            **vars(problem.traits), in_exponent=in_exponent, exact_sum=row_sum == "exact"
+        )
+        how = replace(problem, traits=traits)
         spec = TiledSpec(POLICIES["e4m3 (8, 0.75)"].replace(row_sum=row_sum))
         out, found_lse = emulate_problem(how, described, spec)
         out = out * largest[..., None] if "max" in way else out
-        case = {"V": name, "v_scale": way, "row_sum": row_sum}
+        case = {"V": name, "v_scale": way, "row_sum": row_sum, **emulation()}
         found.append(Row.of(case, "tiled", "rel_l2, per-token V", "ratio", rel_l2(out, expected)))
         error = float((found_lse - lse).abs().max())
         found.append(Row.of(case, "tiled", "LSE error, per-token V", "nats", error))

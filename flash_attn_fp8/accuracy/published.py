@@ -26,12 +26,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.accuracy.measure import emulate, exact, rel_l2
+from flash_attn_fp8.accuracy.measure import emulate, emulation, exact, rel_l2
 from flash_attn_fp8.formats import Format
 from flash_attn_fp8.plan import TILE_N
 from flash_attn_fp8.policy import Fp8Policy, policy_for
 from flash_attn_fp8.quantize import quantize
-from flash_attn_fp8.results import ResultsError, Row
+from flash_attn_fp8.results import ResultsError, Row, Scalar
 
 BATCH, NHEADS, NHEADS_KV, HEAD_DIM = 2, 32, 2, 128
 PEAKED_GAIN = 8.0
@@ -122,7 +122,8 @@ class Table:
 def _cell_rows(
     seqlen: int, inputs: Inputs, setting: Setting, rows_per_head: int | None
 ) -> list[Row]:
-    case = {"seqlen": seqlen, "inputs": inputs, "setting": setting.name}
+    case: dict[str, Scalar] = {"seqlen": seqlen, "inputs": inputs, "setting": setting.name}
+    case |= emulation(None if setting.one_shot else TILE_N)
     error = error_of(seqlen, inputs, setting, rows_per_head)
     found = [Row.of(case, "tiled", "rel_l2", "ratio", error)]
     theirs = published(seqlen, inputs, setting)
@@ -139,28 +140,21 @@ def error_of(
     """rel_l2 of one cell: the bf16 output against the exact attention of the tensors as drawn."""
     q, k, v = _data(seqlen, inputs, setting.one_shot)
     step = max(1, seqlen // rows_per_head) if rows_per_head else 1
-    (q8, q_descale), (k8, k_descale), (v8, v_descale) = (
-        quantize_per_kv_head(x, setting.format) for x in (q, k, v)
+    q8, k8, v8 = (
+        quantize(x, dtype=setting.format.dtype, per="batch_head", nheads_kv=NHEADS_KV)
+        for x in (q, k, v)
     )
     out = emulate(
-        q8[:, ::step],
-        k8,
-        v8,
+        q8.values[:, ::step],
+        k8.values,
+        v8.values,
         setting.policy,
         tile_n=seqlen if setting.one_shot else TILE_N,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        q_descale=q8.descale,
+        k_descale=k8.descale,
+        v_descale=v8.descale,
     )
     return rel_l2(out.bfloat16(), _exact(seqlen, inputs, setting.one_shot, step))
-
-
-def quantize_per_kv_head(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Codes and (batch, NHEADS_KV) scales of x (batch, seqlen, heads, d), as FA4's descales are."""
-    batch, seqlen, heads, d = x.shape
-    grouped = x.reshape(batch, seqlen, NHEADS_KV, heads // NHEADS_KV * d)
-    codes = quantize(grouped, dtype=fmt.dtype, per="batch_head")
-    return codes.values.reshape(x.shape), codes.descale
 
 
 # ------------------------------------------------------------------------------------ data
@@ -185,8 +179,8 @@ def _numpy() -> ModuleType:
         import numpy
     except ImportError as missing:
         raise ResultsError(
-            "the published data are drawn with NumPy, which the `bench` extra brings: "
-            "pip install 'flash-attn-fp8[bench]'"
+            "the published data are drawn with NumPy: pip install numpy (or '.[bench]' in a "
+            "checkout)"
         ) from missing
     return numpy
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn_fp8.accuracy.measure import Scores, emulate, exact, rel_l2
+from flash_attn_fp8.accuracy.measure import Scores, emulate, emulation, exact, rel_l2
 from flash_attn_fp8.api import flash_attn_varlen_func
 from flash_attn_fp8.call import Call, describe
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.formats import BF16, E4M3, E5M2, FP16, INT8, Format, dtype_name, format_of
+from flash_attn_fp8.packed import sequence_of_rows, spread
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.quantize import Per, quantize
 
@@ -92,6 +93,7 @@ class Report:
         lines = [
             f"accuracy of {self.recipe} attention on {self.tensors}",
             f"policy {self.policy}",
+            "emulated with {tile}, {accumulator} accumulator".format_map(emulation()),
             "rel_l2 of the output against exact attention of the tensors as given",
             "",
             *_table(("by source", "error"), [(what[n], _e(x)) for n, x in self.sources.items()]),
@@ -268,52 +270,51 @@ class _Subject:
         scales: dict[str, Tensor] = {}
         codes = {}
         for name in "qkv":
-            codes[name], descale, _ = self._codes(name, recipe)
+            codes[name], descale = self._codes(name, recipe)
             if descale is not None:
                 scales[f"{name}_descale"] = descale
-        same_p = recipe.fmt is self.asked.fmt and recipe.over_cache == self.asked.over_cache
         call: Call = flash_attn_varlen_func.describe_call(  # type: ignore[attr-defined]
             **codes,
             **scales,
             **self.call,
-            fp8_policy=self.fp8_policy if same_p else None,
+            fp8_policy=self._policy(recipe),
         )
         return call
 
-    def _codes(self, name: str, recipe: Recipe) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Values, descale and mean of one operand; q itself where it keeps 16 bits."""
+    def _policy(self, recipe: Recipe) -> Fp8Policy | str | None:
+        """What was given; for another recipe, as much of it as holds there."""
+        same_p = recipe.fmt is self.asked.fmt and recipe.over_cache == self.asked.over_cache
+        if recipe == self.asked or self.fp8_policy is None or not same_p:
+            return self.fp8_policy if same_p else None
+        policy = problem_of(self.quantised(self.asked)).traits.policy
+        return policy.replace(row_sum="exact") if recipe.per == "token_head" else policy
+
+    def _codes(self, name: str, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+        """Values and descale of one operand; q itself where it keeps 16 bits."""
         x: Tensor = getattr(self, name)
         if name == "q" and recipe.over_cache:
-            return (x if x.dtype != torch.float32 else x.bfloat16()), None, None
+            return (x if x.dtype != torch.float32 else x.bfloat16()), None
         smooth = recipe.smooth_k and name == "k"
         packed = x.ndim == 3 and (smooth or recipe.per == "batch_head")
         bounds = self._bounds(name)
-        return quantize(
+        codes = quantize(
             x,
             dtype=recipe.fmt.dtype,
             per=recipe.per,
             smooth=smooth,
             cu_seqlens=bounds if packed else None,
         )
+        return codes.values, codes.descale
 
     def _bounds(self, name: str) -> Tensor | None:
         return self.call.get("cu_seqlens_q") if name == "q" else self.call.get("cu_seqlens_k")
 
     def _real(self, name: str, recipe: Recipe) -> Tensor:
         """The numbers that an operand's codes stand for, in fp64."""
-        values, descale, _ = self._codes(name, recipe)
+        values, descale = self._codes(name, recipe)
         if descale is None:
             return values.double()
-        bounds = self._bounds(name)
-        if values.ndim == 3 and descale.ndim == 2 and bounds is not None:
-            row = torch.arange(values.shape[0], device=values.device)
-            owner = torch.searchsorted(bounds[1:].contiguous(), row, right=True)
-            descale = descale[owner.clamp(max=descale.shape[0] - 1)]
-        elif descale.ndim == 3 and values.ndim == 3:
-            descale = descale[0]
-        elif descale.ndim == 2:
-            descale = descale[:, None]
-        return values.double() * (descale.double()[..., None] if descale.ndim else descale.double())
+        return values.double() * spread(descale.double(), values, self._bounds(name))
 
 
 def _alternatives(asked: Recipe, softcap: bool) -> list[Recipe]:
@@ -341,12 +342,13 @@ def _worst(out: Tensor, reference: Tensor, cu_seqlens: Tensor | None) -> tuple[T
     size = reference.double().norm(dim=-1).flatten(0, -2).square().mean(0).sqrt()
     relative = error / torch.where(size == 0, 1.0, size)
     count = min(WORST_TOKENS, relative.numel())
+    sequences = None if cu_seqlens is None else sequence_of_rows(cu_seqlens, out.shape[0])
     found = []
     for flat in relative.flatten().topk(count).indices.tolist():
         *at, head = (int(i) for i in torch.unravel_index(torch.tensor(flat), relative.shape))
         value = float(relative.flatten()[flat])
-        if cu_seqlens is not None:
-            sequence = int(torch.searchsorted(cu_seqlens[1:].contiguous().cpu(), at[0], right=True))
+        if cu_seqlens is not None and sequences is not None:
+            sequence = int(sequences[at[0]])
             at = [sequence, at[0] - int(cu_seqlens[sequence])]
         found.append(Token(at[0], at[1], head, value))
     return tuple(found)

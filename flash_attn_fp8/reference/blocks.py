@@ -6,8 +6,8 @@ codes, stale pages, wild page ids) is never read into the arithmetic.
 
 On the CPU the lengths are read, sequences of similar lengths share a block, and key tiles that no
 row sees are skipped. On other devices nothing is read back: one group, padded to the bounds that
-the host knows. Neither changes a result: masked keys contribute exact zeros, and tiles without a
-visible key change no state.
+the host knows. Neither changes a result: masked keys contribute nothing (`nonfinite.py` sees to
+NaN and infinity in V), and tiles without a visible key change no state.
 """
 
 from __future__ import annotations
@@ -227,8 +227,10 @@ class _Gathered:
 class _Rows:
     """Index of `count` rows of each sequence in an operand's leading dimensions.
 
-    `index` has one (n, count) tensor per leading dimension; `used` says which rows exist. Rows
-    that do not exist read row 0 and are then replaced.
+    `index` has one (n, count) tensor per leading dimension; `used` says which rows exist. Gathering
+    reads before it can choose, so where a packed row or a page does not exist (its index may be
+    wild) the index is 0: an operand that is not empty has a row 0, `_take` gathers nothing from an
+    empty one, and whatever row 0 holds is replaced by `fill` before any arithmetic.
     """
 
     index: tuple[Tensor, ...]

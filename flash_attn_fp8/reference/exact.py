@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.reference import nonfinite
 from flash_attn_fp8.reference.blocks import Block, blocks
 from flash_attn_fp8.reference.output import Output
 
@@ -48,8 +49,10 @@ def attend(block: Block, problem: Problem) -> tuple[Tensor, Tensor]:
         lse = torch.logaddexp(lse, block.sink.double())
     # A row without keys has only -inf scores: any finite LSE makes its weights zero.
     p = torch.exp(s - torch.where(lse.isneginf(), 0.0, lse)[..., None])
+    out = torch.einsum("nhgrs,nhsd->nhgrd", p, nonfinite.without(v))
+    terms = nonfinite.terms(p, visible, v)
     # + 0: a sum of zeros has the sign that the padding's terms happen to have.
-    return torch.einsum("nhgrs,nhsd->nhgrd", p, v) + 0.0, lse
+    return out + (0.0 if terms is None else terms), lse
 
 
 def _dequantise(codes: Tensor, scale: Tensor | None) -> Tensor:

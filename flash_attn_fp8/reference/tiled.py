@@ -35,6 +35,7 @@ from flash_attn_fp8.formats import Format, saturating_cast
 from flash_attn_fp8.plan import Split, TiledSpec
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.reference import nonfinite
 from flash_attn_fp8.reference.accumulate import accumulator_for
 from flash_attn_fp8.reference.blocks import Block, blocks
 from flash_attn_fp8.reference.combine import combine
@@ -179,7 +180,8 @@ class _OnlineSoftmax:
             v_scale = self.block.v_scale[:, :, None, None, lo:hi]
             if self.problem.traits.v_scale_in_exponent:
                 x = x + torch.log2(v_scale)
-        x = self._mask(x, lo, hi)
+        visible = self._visible(lo, hi)
+        x = x.masked_fill(~visible, _NEG_INF)
         rescale = self._update_max(x)
         p = _exp2(x - self._finite_max() + self.policy.max_offset)
         rounded, weight = self._round(x, p, v_scale)
@@ -187,7 +189,11 @@ class _OnlineSoftmax:
         self.row_sum = self.row_sum * rescale + _sum(exact)
         self.row_sum_quantized = self.row_sum_quantized * rescale + _sum(rounded * weight)
         self.acc.rescale(rescale)
-        self.acc.add(rounded, self.block.v[:, :, lo:hi])
+        v = self.block.v[:, :, lo:hi].double()
+        self.acc.add(rounded, nonfinite.without(v), lo)
+        terms = nonfinite.terms(rounded, visible, v)
+        if terms is not None:
+            self.acc.add_terms(terms)
 
     def _scores(self, lo: int, hi: int) -> Tensor:
         """x of a tile without V's scale: softcapped scores in log2 units."""
@@ -200,14 +206,15 @@ class _OnlineSoftmax:
             return torch.tanh(s * (self.row_scale / softcap)) * (softcap * LOG2E)
         return s * (self.row_scale * LOG2E)
 
-    def _mask(self, x: Tensor, lo: int, hi: int) -> Tensor:
+    def _visible(self, lo: int, hi: int) -> Tensor:
+        """Which keys of a tile each row sees in this part, (n, 1, 1, r, hi - lo)."""
         sizes = self.problem.sizes
         visible = self.block.visible(lo, hi, sizes.window_left, sizes.window_right)
         if self.only_keys is not None:
-            key = torch.arange(lo, hi, device=x.device)
+            key = torch.arange(lo, hi, device=visible.device)
             first, last = (bound[:, None, None, None, None] for bound in self.only_keys)
             visible = visible & (key >= first) & (key < last)
-        return x.masked_fill(~visible, _NEG_INF)
+        return visible
 
     def _update_max(self, x: Tensor) -> Tensor:
         """Raise the running maximum where it lags by more than the threshold; return a."""

@@ -1,4 +1,4 @@
-"""Mbarriers, named barriers and cluster barriers: counts, phases, and the order that they hand on."""
+"""Mbarriers, named and cluster barriers: counts, phases, and the order that they hand on."""
 
 from __future__ import annotations
 

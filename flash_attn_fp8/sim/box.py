@@ -226,9 +226,12 @@ def _round(tile: np.ndarray, box: Box) -> None:
 
 
 def round_to_tf32(bits: np.ndarray) -> np.ndarray:
-    """Float32 bits with 10 bits of mantissa, to nearest, ties away from zero."""
-    special = (bits & 0x7F800000) == 0x7F800000
-    return np.where(special, bits, (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000))
+    """Float32 bits with 10 bits of mantissa, to nearest even.
+
+    NaNs become one NaN. Subnormals stay, for tf32.ftz too; an H200 does all of this.
+    """
+    rounded = (bits + np.uint32(0xFFF) + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FFFE000), rounded)
 
 
 # --------------------------------------------------------------------------------- shared memory

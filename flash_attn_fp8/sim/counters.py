@@ -60,9 +60,9 @@ class Run:
             self.waits.update(cta.waits)
             for warp in cta.warps:
                 executed = counts_by_instruction(warp.code, warp.counts)
-                for i in np.flatnonzero(executed).tolist():
-                    line = self.entry.instructions[i].line
-                    self.instructions[line, warp.index] += int(executed[i])
+                some = np.flatnonzero(executed)
+                for i, times in zip(some.tolist(), executed[some].tolist(), strict=True):
+                    self.instructions[self.entry.instructions[i].line, warp.index] += times
 
     def update(self, other: Run) -> None:
         """Add another part of the same launch."""

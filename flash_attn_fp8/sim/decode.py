@@ -9,6 +9,7 @@ An instruction becomes one micro-operation or several; the first has `COUNTS` 1 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -17,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flash_attn_fp8.sim.errors import Unmodelled
-from flash_attn_fp8.sim.isa import convert, floating, integer, moves, table
+from flash_attn_fp8.sim.isa import bitfield, convert, floating, integer, moves, table
 from flash_attn_fp8.sim.ptx.program import (
-    Address,
     Entry,
     Guard,
     Immediate,
@@ -34,7 +34,7 @@ from flash_attn_fp8.sim.ptx.program import (
     Vector,
 )
 
-LANE_MODULES = (integer, floating, convert, moves)  # importing them fills the table
+LANE_MODULES = (integer, bitfield, floating, convert, moves)  # importing them fills the table
 
 # Columns of `Code.micro`. A guard is 2 × row + negated, or −1.
 OP, DST, A, B, C, D, MODE, GUARD, TARGET, COUNTS = range(10)
@@ -45,17 +45,20 @@ FIRST_LANE_OPERATION = 4
 
 # Special registers that keep their value while a warp runs.
 _AXES = tuple(
-    f"{name}.{axis}"
-    for name in "%tid %ntid %ctaid %nctaid %clusterid %nclusterid %cluster_ctaid %cluster_nctaid".split()
+    f"%{name}.{axis}"
+    for name in (
+        *("tid", "ntid", "ctaid", "nctaid"),
+        *("clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid"),
+    )
     for axis in "xyz"
 )
 CONSTANT_SPECIALS = frozenset(
     (
         *_AXES,
-        *"%laneid %warpid %nwarpid %smid %nsmid %gridid".split(),
-        *(f"%lanemask_{kind}" for kind in "eq le lt ge gt".split()),
-        *"%cluster_ctarank %cluster_nctarank %is_explicit_cluster".split(),
-        *"%dynamic_smem_size %total_smem_size %aggr_smem_size".split(),
+        *(f"%{name}" for name in ("laneid", "warpid", "nwarpid", "smid", "nsmid", "gridid")),
+        *(f"%lanemask_{kind}" for kind in ("eq", "le", "lt", "ge", "gt")),
+        *("%cluster_ctarank", "%cluster_nctarank", "%is_explicit_cluster"),
+        *("%dynamic_smem_size", "%total_smem_size", "%aggr_smem_size"),
     )
 )
 
@@ -78,6 +81,13 @@ class Code:
     rows: dict[str, int]
     n_rows: int
     constants: list[tuple[int, Source]]
+
+    @functools.cached_property
+    def counting(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The micro-operations that count as an instruction, and the instructions' indices."""
+        owners = np.array(self.instructions)
+        pcs = np.flatnonzero((owners >= 0) & (self.micro[:, COUNTS] != 0))
+        return pcs, owners[pcs]
 
     def registers(
         self, resolve: Callable[[Special | Symbol], int | npt.NDArray[np.uint64]]
@@ -106,9 +116,8 @@ class Code:
 def counts_by_instruction(code: Code, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Executions of each instruction, from those of micro-operations."""
     totals = np.zeros(len(code.entry.instructions), dtype=np.int64)
-    for pc, index in enumerate(code.instructions):
-        if index >= 0 and code.micro[pc, COUNTS]:
-            totals[index] += counts[pc]
+    pcs, owners = code.counting
+    np.add.at(totals, owners, counts[pcs])
     return totals
 
 
@@ -307,7 +316,9 @@ def _expand_lane(ctx: Context, stem: str) -> None:
     signature = form.types[types]
     if len(given) != len(signature.sources):
         ctx.fail(f"{len(given)} sources where {len(signature.sources)} are needed")
-    sources = [ctx.row(operand, kind) for operand, kind in zip(given, signature.sources)]
+    sources = [
+        ctx.row(operand, kind) for operand, kind in zip(given, signature.sources, strict=True)
+    ]
     destination = ctx.destination(instruction.operands[0], signature.result)
     ctx.emit(signature.operation, destination, sources, mode)
 
@@ -343,7 +354,7 @@ def _guard_row(ctx: Context, guard: Guard, first: int) -> int:
 
 
 def decode(entry: Entry) -> Code:
-    """Decode a kernel; raises `Unmodelled` at the first instruction that the table does not know."""
+    """Decode a kernel; raises `Unmodelled` at the first instruction that the table lacks."""
     if not entry.instructions:
         raise Unmodelled(f"kernel {entry.name} has no instructions")
     ctx = Context(entry, entry.instructions[0])

@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core import config
 
 from flash_attn_fp8.sim.isa import compiled
 
@@ -26,8 +26,8 @@ class Stop(NamedTuple):
     """Why and where a warp stopped, and how many instructions it executed until then.
 
     TRAPPED: lanes `mask` stand at the trap `pc`, for Python to execute; lanes whose guard does not
-    hold have passed. LIMIT: lanes `mask` stand at `pc`, nothing of it executed. HELD: every lane that
-    has not exited is held. DONE: all lanes have exited.
+    hold have passed. LIMIT: lanes `mask` stand at `pc`, nothing of it executed. HELD: every lane
+    that has not exited is held. DONE: all lanes have exited.
     """
 
     status: int
@@ -39,7 +39,7 @@ class Stop(NamedTuple):
 @functools.cache
 def _compiled_run() -> Callable[..., tuple[int, int, int, int]]:
     run: Callable[..., tuple[int, int, int, int]] = compiled.load().run
-    if not numba.config.DISABLE_JIT:
+    if not config.DISABLE_JIT:  # type: ignore[attr-defined]
         return run
 
     def quiet(*arguments: Any) -> tuple[int, int, int, int]:
@@ -49,6 +49,7 @@ def _compiled_run() -> Callable[..., tuple[int, int, int, int]]:
     return quiet
 
 
+@functools.cache
 def warm_up() -> None:
     """Compile the loop, some 40 s of CPU once per machine and version; else load it, under 1 s.
 
@@ -65,10 +66,6 @@ def warm_up() -> None:
             np.zeros(1, dtype=np.int64),
             1,
         )
-    _state.append("warm")
-
-
-_state: list[str] = []
 
 
 def new_pcs(lanes: int = 32) -> npt.NDArray[np.int32]:
@@ -90,9 +87,9 @@ def run(
     """Run a warp until a trap, until no lane may run, or for `limit` instructions.
 
     First the lanes of `advance`, which must be at one trap, step past it; that counts it as
-    executed (once, however many lanes). `registers` and `micro` are C-contiguous. `counts` (int64[n]) grows at each micro-operation that
-    begins an instruction, whether or not its guard holds.
+    executed (once, however many lanes). `registers` and `micro` are C-contiguous. `counts`
+    (int64[n]) grows at each micro-operation that begins an instruction, whether or not its guard
+    holds.
     """
-    if not _state:
-        warm_up()
+    warm_up()
     return Stop(*_compiled_run()(micro, registers, pcs, held, advance, counts, limit))

@@ -97,6 +97,8 @@ class Execution:
                     warp.cta.waits[warp.index, result.name] += 1
             elif stop.status == engine.DONE:
                 warp.exited = True
+                if self.trace is not None:
+                    self.trace.ran(warp, warp.clocks.time + warp.uncounted())
                 self.progress += 1
                 return
             elif stop.status == engine.HELD:
@@ -118,16 +120,26 @@ class Execution:
 
     def _handle(self, warp: Warp, pc: int, mask: int) -> Wait | Converge | None:
         handler = warp.code.handlers[pc]
-        if self.trace is None:
-            return handler(warp, mask)
-        now = warp.clocks.time + warp.uncounted()
-        warp.clocks.time = now
-        result = handler(warp, mask)
-        if warp.clocks.time > now:
-            self.trace.waited(warp, now, warp.clocks.time, warp.code.instruction(pc).text)
-        else:
-            self.trace.ran(warp, now)
+        if handler is None:
+            raise RuntimeError(f"the engine stopped at {_where(warp, pc)}, which has no handler")
+        now = 0
+        if self.trace is not None:
+            now = warp.clocks.time = warp.clocks.time + warp.uncounted()
+        result: Wait | Converge | None = handler(warp, mask)
+        if self.trace is not None:
+            self._record(self.trace, warp, now, pc, result)
         return result
+
+    def _record(
+        self, trace: Trace, warp: Warp, start: int, pc: int, result: Wait | Converge | None
+    ) -> None:
+        instruction = warp.code.instruction(pc)
+        if instruction is None:
+            return
+        if warp.clocks.time > start:
+            trace.waited(warp, start, warp.clocks.time, instruction)
+        elif result is None:
+            trace.started(warp, start, instruction)
 
     def _recheck_waits(self, warp: Warp) -> None:
         waits, warp.waits = warp.waits, []

@@ -182,7 +182,8 @@ def bulk_groups(warp: Warp, lane: int) -> BulkGroups:
         what = "bulk copies" if lane == 0 else f"bulk copies by lane {lane}"
         actor = warp.own_actor(f"bulk read {lane}", what)
         found = warp.groups[key] = BulkGroups(f"{what} of {warp.name}", actor)
-    assert isinstance(found, BulkGroups)
+    if not isinstance(found, BulkGroups):
+        raise TypeError(f"{key} are {type(found).__name__}, not bulk groups")
     return found
 
 
@@ -193,5 +194,6 @@ def copy_groups(warp: Warp) -> CopyGroups:
     if found is None:
         actor = warp.own_actor("cp.async", "cp.async copies")
         found = warp.groups[key] = CopyGroups(f"cp.async copies of {warp.name}", actor)
-    assert isinstance(found, CopyGroups)
+    if not isinstance(found, CopyGroups):
+        raise TypeError(f"{key} are {type(found).__name__}, not groups of cp.async")
     return found

@@ -2,9 +2,12 @@
 
 SIMT by the rule "lowest program counter first": of the lanes that may run, those at the lowest pc
 execute together, up to where the next ones wait, and merge there. This file is not imported: its
-text becomes part of the generated module (`isa/compiled.py`), where `execute`, `execute_warp` and
-`device` exist, so that one cached compilation holds all of it.
+text becomes part of the generated module (`isa/compiled.py`), where `execute` and `execute_warp`
+exist, so that one cached compilation holds all of it.
 """
+
+# mypy: ignore-errors
+# ruff: noqa: F821 -- names of the generated module
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class Machine:
             raise ValueError(f"no entry {entry!r}; the program has {', '.join(program.entries)}")
         kernel = self._kernel(program, entry)
         _check_launch(kernel, launch, self.target)
-        memory = GlobalMemory((*launch.buffers, *kernel.layout.buffers))
-        job = _Job(kernel, launch, memory, self._settings, self.trace)
+        buffers = (*launch.buffers, *kernel.layout.buffers)
+        job = _Job(kernel, launch, GlobalMemory(buffers), self._settings, self.trace)
         clusters = list(origins(launch))
         if self.workers > 1 and len(clusters) > 1:
             return _in_processes(job, clusters, self.workers)

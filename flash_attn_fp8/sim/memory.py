@@ -137,7 +137,7 @@ def _anonymous(data: np.ndarray) -> np.ndarray:
 
 def _view(b: Buffer) -> np.ndarray:
     raw = (ctypes.c_uint8 * b.nbytes).from_address(b.address)
-    return np.frombuffer(raw, np.uint8)
+    return np.ctypeslib.as_array(raw)
 
 
 @dataclass(frozen=True)

@@ -318,7 +318,7 @@ def _values(name: str) -> npt.NDArray[np.float32]:
     values[magnitude > layout.largest] = np.nan
     if layout.infinity:
         values[magnitude == layout.infinity] = np.inf
-    return np.where(codes != magnitude, -values, values).astype(np.float32)
+    return np.asarray(np.where(codes != magnitude, -values, values), dtype=np.float32)
 
 
 def to_float32(codes: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32]:
@@ -330,7 +330,7 @@ def to_float32(codes: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32]:
     if name == "tf32":
         # Tensor cores read the upper 19 bits of the word.
         return (codes.astype(np.uint32) & np.uint32(0xFFFF_E000)).view(np.float32)
-    return _values(name)[codes]
+    return np.asarray(_values(name)[codes])
 
 
 def from_float32(
@@ -360,4 +360,4 @@ def from_float32(
     code |= (word < 0).astype(np.int64) << (layout.width - 1 - layout.shift)
     code[magnitude > _INF64] = layout.nan or layout.largest
     dtype = np.uint8 if layout.width <= 8 else np.uint16 if layout.width == 16 else np.uint32
-    return (code << layout.shift).astype(dtype)
+    return np.asarray(code << layout.shift, dtype=dtype)

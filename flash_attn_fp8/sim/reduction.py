@@ -1,4 +1,7 @@
-"""Reductions of bulk copies: `destination op source`, element by element, by PTX type."""
+"""Reductions of bulk copies: `destination op source`, element by element, by PTX type.
+
+Bit for bit those of an H200 over edge values (`tests/sim/tma/h200_copies.json`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 _BITS = {
     "b32": "<u4", "u32": "<u4", "s32": "<i4", "b64": "<u8", "u64": "<u8", "s64": "<i8",
-    "f16": "<f2", "bf16": "<u2", "f32": "<f4", "f64": "<f8",
+    "f16": "<f2", "bf16": "<u2", "f32": "<f4", "f32.ftz": "<f4", "f64": "<f8",
 }  # fmt: skip
 
 # The manual's tables of .redOp and element type, by what is reduced into.
@@ -51,7 +54,11 @@ def reduction(operation: str, type_: str) -> Combine:
 
 def _add(type_: str) -> Combine:
     if type_ == "f32":
-        return _add_f32
+        return lambda a, b: _quiet(a + b, 0x7FFFFFFF, np.uint32)
+    if type_ == "f32.ftz":
+        return _add_f32_ftz
+    if type_ == "f64":
+        return _add_f64
     if type_ == "f16":
         # A sum of two f16 is rounded right in f32 and then again: 24 >= 2 x 11 + 2 bits.
         return lambda a, b: _quiet(a + b, 0x7FFF, np.uint16)
@@ -60,9 +67,14 @@ def _add(type_: str) -> Combine:
     return lambda a, b: a + b
 
 
-def _add_f32(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _add_f32_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Subnormal inputs and results are flushed to zero of their sign."""
     return _quiet(_flush(_flush(a) + _flush(b)), 0x7FFFFFFF, np.uint32)
+
+
+def _add_f64(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A NaN passes as it is, that of the source first."""
+    return np.where(np.isnan(b), b, np.where(np.isnan(a), a, a + b))
 
 
 def _flush(x: np.ndarray) -> np.ndarray:

@@ -97,7 +97,7 @@ class Adversarial:
 
 
 def schedule_named(name: str, seed: int = 0) -> Schedule:
-    """ "round_robin", "random" or "adversarial"."""
+    """A schedule by name: round_robin, random or adversarial."""
     if name == "round_robin":
         return RoundRobin()
     if name == "random":

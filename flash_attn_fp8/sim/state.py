@@ -232,7 +232,8 @@ class Warp:
     loads: list[LoadUnderWay] = field(default_factory=list)  # of tensor memory
     fenced: Clocks = field(default_factory=Clocks.zero)  # what relaxed arrivals hand on
     relaxed: Clocks = field(default_factory=Clocks.zero)  # what an acquiring fence would observe
-    token: object = None  # what a barrier instruction remembers between arriving and leaving
+    # The barrier that a warp has arrived at and not left, and the round it arrived in.
+    token: tuple[NamedBarrier, int] | None = None
     cluster_round: int | None = None  # between arriving at the cluster barrier and waiting
     timed_out: bool = False
     polled: bool = False  # what it just did may only have looked whether something happened

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flash_attn_fp8.sim.ptx.program import Instruction
     from flash_attn_fp8.sim.state import Cta, Warp
+
+ASYNCHRONOUS = (
+    "cp.async.bulk",
+    "cp.reduce.async.bulk",
+    "tcgen05.mma",
+    "tcgen05.cp",
+    "wgmma.mma_async",
+)
 
 
 @dataclass
@@ -34,16 +43,18 @@ class Trace:
             self._slice(warp, "run", start, until, {})
         self._since[id(warp)] = until
 
-    def waited(self, warp: Warp, start: int, end: int, text: str) -> None:
-        """The warp waited at the instruction `text`."""
+    def waited(self, warp: Warp, start: int, end: int, instruction: Instruction) -> None:
+        """The warp waited at an instruction."""
         self.ran(warp, start)
-        if end > start:
-            self._slice(warp, f"wait: {text}", start, end, {})
+        self._slice(warp, f"wait {instruction.parts[0]}", start, end, {"ptx": instruction.text})
         self._since[id(warp)] = end
 
-    def started(self, warp: Warp, now: int, text: str) -> None:
-        """The warp started an asynchronous operation."""
-        self._events.append({"name": text, "ph": "i", "s": "t", "ts": now, **self._track(warp)})
+    def started(self, warp: Warp, now: int, instruction: Instruction) -> None:
+        """The warp executed an instruction; one that starts asynchronous work leaves a mark."""
+        if instruction.opcode.startswith(ASYNCHRONOUS):
+            name = ".".join(instruction.parts[:2])
+            mark = {"name": name, "ph": "i", "s": "t", "ts": now, "args": {"ptx": instruction.text}}
+            self._events.append({**mark, **self._track(warp)})
 
     def _slice(self, warp: Warp, name: str, start: int, end: int, args: dict[str, object]) -> None:
         self._events.append(
@@ -72,6 +83,11 @@ class Trace:
             self._processes[cta.name] = len(self._processes)
             self._events.append(_metadata("process_name", cta.name, len(self._processes) - 1, 0))
         return self._processes[cta.name]
+
+    @property
+    def events(self) -> list[dict[str, object]]:
+        """The events of the format: slices ("X"), marks ("i") and names ("M")."""
+        return self._events
 
     def write(self, path: str | Path) -> None:
         """Save as JSON."""

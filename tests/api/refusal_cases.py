@@ -1,4 +1,4 @@
-"""Calls that are refused, and what the refusal says, to the letter."""
+"""Calls that are refused for what they are, and what the refusal says, to the letter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 import flash_attn_fp8 as fa
@@ -45,17 +46,90 @@ PRIVATE = _on("_flash_attn_fwd", "packed")
 CACHE = _on("flash_attn_with_kvcache", "cache")
 
 
-def _f(*shape: int) -> torch.Tensor:
+def fp32(*shape: int) -> torch.Tensor:
     return torch.ones(*shape)
 
 
-def _bf16(*shape: int) -> torch.Tensor:
+def bf16(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, dtype=torch.bfloat16)
 
 
 def _int8(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, dtype=torch.int8)
 
+
+# The arguments of the cache's function by its own names.
+_CACHE = (
+    CACHE(
+        "cache_batch_idx must be one-dimensional, got shape [2, 1]",
+        cache_batch_idx=ints(1, 0)[:, None],
+    ),
+    CACHE(
+        "cache_batch_idx must be int32, got int64: cache_batch_idx.int()",
+        cache_batch_idx=ints(1, 0).long(),
+    ),
+    CACHE("cache_batch_idx must be a torch.Tensor, got list [1, 0]", cache_batch_idx=[1, 0]),
+    CACHE(
+        "page_table must be (batch, max_pages), got shape [2]",
+        page_table=ints(1, 0),
+    ),
+    CACHE("q=e4m3[] must be (batch, seqlen, nheads, head_dim)", q=codes(1)[0], cache_seqlens=9),
+    CACHE(
+        "cu_seqlens_q must be a torch.Tensor, got list [0, 4, 12]",
+        q=codes(12, 4, 16),
+        cu_seqlens_q=[0, 4, 12],
+        cache_seqlens=9,
+    ),
+    CACHE(
+        "cu_seqlens_q must be one-dimensional, got shape []",
+        q=codes(12, 4, 16),
+        cu_seqlens_q=torch.tensor(12, dtype=torch.int32),
+        cache_seqlens=9,
+    ),
+    CACHE(
+        "cache_seqlens=1099511627776 must be from 0 to the cache's room",
+        "cache_seqlens=1099511627776, but k_cache has room for 40 keys of each sequence",
+        cache_seqlens=2**40,
+    ),
+    CACHE("cache_seqlens=-1 must be from 0 to the cache's room", cache_seqlens=-1),
+    CACHE("cache_seqlens=41, but k_cache has room for 40 keys of each sequence", cache_seqlens=41),
+    CACHE("cache_seqlens must be a number or a torch.Tensor, got float 9.0", cache_seqlens=9.0),
+    CACHE(
+        "cache_seqlens must be int32, got int64: cache_seqlens.int()",
+        cache_seqlens=ints(9, 9).long(),
+    ),
+    CACHE(
+        """q=e4m3[2, 6, 4, 16] is a batch of 2, k_cache=e4m3[3, 40, 2, 16] one of 3""",
+        "q=e4m3[2, 6, 4, 16] is a batch of 2, cache_seqlens=int32[1] one of 1",
+        k_cache=codes(3, 40, 2, 16),
+        v_cache=codes(3, 40, 2, 16),
+        cache_seqlens=ints(9),
+    ),
+    CACHE(
+        "q=e4m3[2, 6, 4, 16] is a batch of 2, cache_batch_idx=int32[1] one of 1",
+        cache_batch_idx=ints(1),
+    ),
+    CACHE(
+        """k_cache=e4m3[2, 40, 2, 24] and v_cache=e4m3[2, 41, 2, 16] must agree in all dimensions
+        but the last""",
+        "q has head_dim 16 and k_cache 24; they must be equal",
+        k_cache=codes(2, 40, 2, 24),
+        v_cache=codes(2, 41, 2, 16),
+    ),
+    CACHE(
+        """q has 3 heads and k_cache, v_cache have 2: the first must be a positive multiple of the
+        second""",
+        """v_cache has stride 2 in its last dimension; it must be contiguous there (any stride is
+        fine elsewhere): v_cache.contiguous()""",
+        q=codes(2, 6, 3, 16),
+        v_cache=codes(2, 40, 16, 2).transpose(2, 3),
+    ),
+    CACHE(
+        "k_cache and v_cache must have one dtype, got q=e4m3, k_cache=e4m3, v_cache=bf16",
+        v_cache=bf16(2, 40, 2, 16),
+    ),
+    CACHE("return_softmax_lse=1 must be True or False", return_softmax_lse=1),
+)
 
 # Wrong shapes, dtypes and options: no data is read.
 INVALID = (
@@ -128,9 +202,11 @@ INVALID = (
     ),
     DENSE(
         "learnable_sink must have one logit per query head, shape [4], got [3]",
-        learnable_sink=_f(3),
+        learnable_sink=fp32(3),
     ),
-    DENSE("learnable_sink must be bf16, fp16 or fp32, got float64", learnable_sink=_f(4).double()),
+    DENSE(
+        "learnable_sink must be bf16, fp16 or fp32, got float64", learnable_sink=fp32(4).double()
+    ),
     DENSE(
         "q=e4m3[2, 6, 4, 16] is a batch of 2, k=e4m3[3, 40, 2, 16] one of 3",
         k=codes(3, 40, 2, 16),
@@ -156,11 +232,22 @@ INVALID = (
         .view(dtype))""",
         **({n: t.view(torch.uint8) for n, t in dense().items()}),
     ),
-    DENSE("out is bf16, out_dtype asks for fp16", out_dtype=torch.float16, out=_bf16(2, 6, 4, 16)),
+    DENSE("out is bf16, out_dtype asks for fp16", out_dtype=torch.float16, out=bf16(2, 6, 4, 16)),
     DENSE(
         "output cannot be float64; it can be bf16, fp16, fp32, e4m3, e5m2", out_dtype=torch.float64
     ),
-    DENSE("output cannot be 'bf16'; it can be bf16, fp16, fp32, e4m3, e5m2", out_dtype="bf16"),
+    DENSE(
+        "out_dtype='bf16' must be a torch.dtype: that of bf16, fp16, fp32, e4m3, e5m2",
+        out_dtype="bf16",
+    ),
+    DENSE(
+        """window_size left=1180591620717411303424 means 'unlimited', as every bound from 2^30 on,
+        which it is not for 1073741825 rows; write None for unlimited, or a smaller bound""",
+        q=codes(2, 1, 4, 8),
+        k=codes(2, 1, 2, 8).expand(2, 2**30 + 1, 2, 8),
+        v=codes(2, 1, 2, 8).expand(2, 2**30 + 1, 2, 8),
+        window_size=(2**70, 0),
+    ),
     DENSE("window_size: 7 is no pair; write (left, right)", window_size=7),
     DENSE("window_size left=7.0 must be an int or None", window_size=(7.0, None)),
     DENSE("window_size: (1, 2, 3) is no pair; write (left, right)", window_size=(1, 2, 3)),
@@ -184,8 +271,38 @@ INVALID = (
         softmax_scale=math.nan,
     ),
     DENSE(
-        "softmax_scale=fp32[2] must be a positive finite number (negate q for a negative one)",
-        softmax_scale=_f(2),
+        "softmax_scale=fp32[] must be a Python number: float(softmax_scale)",
+        "softcap=fp32[1] must be a Python number: float(softcap)",
+        softmax_scale=torch.tensor(0.3),
+        softcap=fp32(1),
+    ),
+    DENSE(
+        "softmax_scale=np.float32(0.5) must be a Python number: float(softmax_scale)",
+        softmax_scale=np.float32(0.5),
+    ),
+    DENSE(
+        "softmax_scale=-1.0 must be a positive finite number (negate q for a negative one)",
+        softmax_scale=np.float64(-1.0),
+    ),
+    *(
+        DENSE(
+            f"softmax_scale={scale!r} is {what} in fp32; scale q, or its descale, instead",
+            softmax_scale=scale,
+        )
+        for scale, what in (
+            (1e-60, "0"),
+            (2.0**-150, "0"),
+            (3.5e38, "infinite"),
+            (10**50, "infinite"),
+        )
+    ),
+    *(
+        DENSE(
+            f"""softcap={softcap!r} must be from 2^-126 to 2^126, so that fp32 holds scores over
+            it; 0 means none""",
+            softcap=softcap,
+        )
+        for softcap in (1e-60, 1e-40, 3e38, 10**50)
     ),
     DENSE("softcap=-1.0 must be a finite number >= 0; 0 means none", softcap=-1.0),
     DENSE(
@@ -196,19 +313,37 @@ INVALID = (
         deterministic=None,
         return_lse="yes",
     ),
-    DENSE("causal=fp32[2, 2] must be True or False", causal=_f(2, 2)),
+    DENSE("causal=fp32[2, 2] must be True or False", causal=fp32(2, 2)),
     DENSE("pack_gqa=1 must be True, False or None", pack_gqa=1),
     PACKED(
-        "max_seqlen_q=8.0 must be an int >= 0 (a tensor would cost a synchronisation)",
-        "max_seqlen_k=int32[1] must be an int >= 0 (a tensor would cost a synchronisation)",
-        "min_seqlen_k=-1 must be an int >= 0 (a tensor would cost a synchronisation)",
+        """max_seqlen_q=8.0 must be an int from 0 to 2147483647 (a tensor would cost a
+        synchronisation)""",
+        """max_seqlen_k=int32[1] must be an int from 0 to 2147483647 (a tensor would cost a
+        synchronisation)""",
+        """min_seqlen_k=-1 must be an int from 0 to 2147483647 (a tensor would cost a
+        synchronisation)""",
         max_seqlen_q=8.0,
         max_seqlen_k=ints(50),
         min_seqlen_k=-1,
     ),
+    PACKED(
+        """max_seqlen_q=1180591620717411303424 must be an int from 0 to 2147483647 (a tensor would
+        cost a synchronisation)""",
+        """max_seqlen_k=2147483648 must be an int from 0 to 2147483647 (a tensor would cost a
+        synchronisation)""",
+        max_seqlen_q=2**70,
+        max_seqlen_k=2**31,
+    ),
     DENSE("num_splits=257 must be an int from 0 (chosen for you) to 256", num_splits=257),
     DENSE("num_splits=True must be an int from 0 (chosen for you) to 256", num_splits=True),
-    DENSE("seqlen_k_per_split=100 must be a positive multiple of 128", seqlen_k_per_split=100),
+    DENSE(
+        "seqlen_k_per_split=100 must be a positive multiple of 128 below 2^31",
+        seqlen_k_per_split=100,
+    ),
+    DENSE(
+        "seqlen_k_per_split=2147483648 must be a positive multiple of 128 below 2^31",
+        seqlen_k_per_split=2**31,
+    ),
     DENSE(
         "num_splits=2 and seqlen_k_per_split=128 exclude each other",
         seqlen_k_per_split=128,
@@ -227,14 +362,27 @@ INVALID = (
         fp8_policy="e4m3 max_offset=8 rescale_threshold=4",
     ),
     DENSE(
-        """fp8_policy=8 must be an Fp8Policy, a name (default, reference_fix, eager_rescale,
-        balanced) or None""",
+        "fp8_policy=8 must be an Fp8Policy, a name such as 'default', or None",
         fp8_policy=8,
     ),
     DENSE(
         """fp8_policy is for P in e5m2; with q in e4m3 and v in e4m3 P is e4m3:
         policy_for('e4m3')""",
         fp8_policy=fa.policy_for("e5m2"),
+    ),
+    DENSE(
+        """fp8_policy has exp2='code' and v_descale is per token: the row sum needs P before it is
+        rounded, and codes made straight from the exponent have none. Write exp2='exact', or give
+        v_descale per batch and head""",
+        fp8_policy=fa.policy_for("e4m3").replace(exp2="code", row_sum="exact"),
+        v_descale=fp32(2, 40, 2),
+    ),
+    DENSE(
+        """fp8_policy has row_sum='quantized' and v_descale is per token: keys whose scale is small
+        are zero in the rounded P whatever their share of the row sum. Write row_sum='exact', or
+        give v_descale per batch and head""",
+        fp8_policy="e4m3 max_offset=6 rescale_threshold=2.75",
+        v_descale=fp32(2, 40, 2),
     ),
     PAGED("max_seqlen_k=41 does not fit in page_table's 5 pages x 8 = 40 keys", max_seqlen_k=41),
     BATCHED(
@@ -245,15 +393,30 @@ INVALID = (
         max_seqlen_k=39,
         min_seqlen_k=41,
     ),
-    DENSE("out must have shape [2, 6, 4, 16], got [2, 6, 4, 8]", out=_bf16(2, 6, 4, 8)),
-    DENSE("out must be contiguous in its last dimension", out=_bf16(2, 6, 16, 4).transpose(2, 3)),
+    DENSE("out must have shape [2, 6, 4, 16], got [2, 6, 4, 8]", out=bf16(2, 6, 4, 8)),
+    DENSE("out must be contiguous in its last dimension", out=bf16(2, 6, 16, 4).transpose(2, 3)),
     DENSE(
-        "out is expanded: its elements share memory; clone it",
-        out=_bf16(1, 6, 4, 16).expand(2, -1, -1, -1),
+        """out has strides [0, 64, 16, 1], in which elements of its shape [2, 6, 4, 16] share
+        memory; clone it""",
+        out=bf16(1, 6, 4, 16).expand(2, -1, -1, -1),
     ),
-    DENSE("lse must have shape [2, 4, 6], got [2, 6, 4]", lse=_f(2, 6, 4)),
-    DENSE("lse is expanded: its elements share memory; clone it", lse=_f(2, 4, 1).expand(2, 4, 6)),
-    DENSE("lse must be fp32, got bf16", lse=_bf16(2, 4, 6)),
+    DENSE("lse must have shape [2, 4, 6], got [2, 6, 4]", lse=fp32(2, 6, 4)),
+    DENSE(
+        """out has strides [383, 64, 16, 1], in which elements of its shape [2, 6, 4, 16] share
+        memory; clone it""",
+        out=bf16(800).as_strided((2, 6, 4, 16), (383, 64, 16, 1)),
+    ),
+    DENSE(
+        """lse has strides [4, 1, 0], in which elements of its shape [2, 4, 6] share memory; clone
+        it""",
+        lse=fp32(2, 4, 1).expand(2, 4, 6),
+    ),
+    DENSE(
+        """lse has strides [24, 6, 3], in which elements of its shape [2, 4, 6] share memory; clone
+        it""",
+        lse=fp32(80).as_strided((2, 4, 6), (24, 6, 3)),
+    ),
+    DENSE("lse must be fp32, got bf16", lse=bf16(2, 4, 6)),
     DENSE(
         """v_descale missing: int8 has no range of its own; give the fp32 scales that the codes
         were made with (see quantize)""",
@@ -273,24 +436,24 @@ INVALID = (
         Fold it into softmax_scale, or quantize first""",
         **({n: t.bfloat16() for n, t in dense().items()} | dict(v_descale=torch.tensor(1.0))),
     ),
-    DENSE("k_descale must be fp32, got bf16", k_descale=_bf16(2)),
+    DENSE("k_descale must be fp32, got bf16", k_descale=bf16(2)),
     DENSE(
         """q_descale has shape [3]; wanted [] or [1] (per tensor), or [2], [4], [2, 2], [2, 4],
         [2, 6, 2], [2, 6, 4] (per head; per batch and head; per token and head)""",
         """k_descale has shape [2, 40]; wanted [] or [1] (per tensor), or [2], [2, 2], [2, 40,
         2] (per head; per batch and head; per token and head)""",
-        q_descale=_f(3),
-        k_descale=_f(2, 40),
+        q_descale=fp32(3),
+        k_descale=fp32(2, 40),
     ),
     PACKED(
         """v_descale has shape [80, 2]; wanted [] or [1] (per tensor), or [2], [2, 2], [1, 80,
         2] (per head; per batch and head; per token and head)""",
-        v_descale=_f(80, 2),
+        v_descale=fp32(80, 2),
     ),
     PAGED(
         """k_descale has shape [2, 40, 2]; wanted [] or [1] (per tensor), or [2], [2, 2], [13,
         8, 2] (per head; per batch and head; per token and head)""",
-        k_descale=_f(2, 40, 2),
+        k_descale=fp32(2, 40, 2),
     ),
     DENSE(
         """output_scale belongs to an fp8 output; out is bf16. Ask for
@@ -298,12 +461,32 @@ INVALID = (
         output_scale=2.0,
         out_dtype=torch.bfloat16,
     ),
-    DENSE("output_scale must be one fp32 element, got bf16[2]", output_scale=_bf16(2)),
-    DENSE("output_scale must be a torch.Tensor, got str '2'", output_scale="2"),
+    DENSE(
+        "output_scale must be one fp32 element of shape [] or [1], got bf16[2]",
+        output_scale=bf16(2),
+    ),
+    DENSE(
+        "output_scale must be one fp32 element of shape [] or [1], got fp32[1, 1, 1, 1, 1, 1]",
+        output_scale=fp32(1, 1, 1, 1, 1, 1),
+    ),
+    DENSE("output_scale must be a number or a torch.Tensor, got str '2'", output_scale="2"),
+    DENSE("output_scale must be a number or a torch.Tensor, got bool True", output_scale=True),
+    *(
+        DENSE(
+            f"output_scale={scale} must be positive and finite in fp32: real / stored",
+            output_scale=scale,
+        )
+        for scale in (-2.0, 0, math.inf, math.nan, 1e-60, 10**50)
+    ),
+    PACKED("cu_seqlens_q must be a torch.Tensor, got list [0, 4, 12]", cu_seqlens_q=[0, 4, 12]),
+    PACKED("seqused_k must be a torch.Tensor, got int 30", seqused_k=30),
+    PACKED(
+        "disable_scheduler_metadata='no' must be True or False", disable_scheduler_metadata="no"
+    ),
     DENSE(
         "num_splits=-1 must be an int from 0 (chosen for you) to 256",
-        "q has 3 heads and k, v have 2: the first must be a positive multiple of the second",
         "softcap=-1.0 must be a finite number >= 0; 0 means none",
+        "q has 3 heads and k, v have 2: the first must be a positive multiple of the second",
         """fp8_policy: e4m3 has no policy 'best'; it has default, reference_fix, eager_rescale,
         balanced. Any Fp8Policy can be passed as well""",
         "output cannot be int8; it can be bf16, fp16, fp32, e4m3, e5m2",
@@ -316,174 +499,11 @@ INVALID = (
         score_mod=abs,
         out_dtype=torch.int8,
     ),
-    CACHE(
-        "page_table must be (batch, max_pages), got shape [2, 1, 1]",
-        cache_batch_idx=ints(1, 0)[:, None, None],
-    ),
-)
-
-# Legal calls that nothing executes.
-UNSUPPORTED = (
     DENSE(
-        """learnable_sink require grad: this package is forward only; call it under
-        torch.no_grad() or detach them""",
-        learnable_sink=torch.ones(4, requires_grad=True),
+        "q must be a torch.Tensor, got NoneType None",
+        "softcap=-1.0 must be a finite number >= 0; 0 means none",
+        q=None,
+        softcap=-1.0,
     ),
-    DENSE(
-        """qv=bf16[2, 6, 4, 64]: MLA's second query is not supported; concatenate heads, or use
-        flash_attn.cute""",
-        qv=_bf16(2, 6, 4, 64),
-    ),
-    DENSE(
-        "gather_kv_indices=int32[1]: selecting cells is not supported yet",
-        gather_kv_indices=ints(0),
-    ),
-    DENSE(
-        """score_mod=<built-in function abs>: not supported yet; softcap, window_size and
-        learnable_sink are""",
-        score_mod=abs,
-    ),
-    DENSE(
-        "mask_mod=<built-in function abs>: not supported yet; causal and window_size are",
-        mask_mod=abs,
-    ),
-    DENSE(
-        "aux_tensors=[1]: only score_mod and mask_mod read it, which are not supported yet",
-        "aux_scalars=(1, 2): only score_mod and mask_mod read it, which are not supported yet",
-        aux_tensors=[1],
-        aux_scalars=(1, 2),
-    ),
-    DENSE("block_sparse_tensors=1: block sparsity is not supported", block_sparse_tensors=1),
-    DENSE(
-        "score_mod_bwd=1: this package is forward only",
-        "block_sparse_tensors_bwd=2: this package is forward only",
-        "gather_bwd_token_chunk=3: this package is forward only",
-        "gather_bwd_recompute_p=True: this package is forward only",
-        score_mod_bwd=1,
-        block_sparse_tensors_bwd=2,
-        gather_bwd_recompute_p=True,
-        gather_bwd_token_chunk=3,
-    ),
-    PACKED(
-        "scheduler_metadata=1: plans need no metadata tensors here; leave it out",
-        scheduler_metadata=1,
-    ),
-    PACKED(
-        "scheduler_metadata=1: plans need no metadata tensors here; leave it out",
-        scheduler_metadata=1,
-        disable_scheduler_metadata=True,
-    ),
-    PRIVATE(
-        "tile_mn=(128, 64): tiles are chosen by the plan",
-        "mma_pv_is_rs=True: chosen by the plan",
-        "intra_wg_overlap=False: chosen by the plan",
-        "_arch=100: the architecture is the tensors'; explain(..., target=) plans for another",
-        "num_threads=256: chosen by the plan",
-        tile_mn=(128, 64),
-        mma_pv_is_rs=True,
-        intra_wg_overlap=False,
-        num_threads=256,
-        _arch=100,
-    ),
-    CACHE(
-        """k=e4m3[2, 1, 2, 16]: appending in the same call is not supported yet; write the
-        cache first""",
-        """v=e4m3[2, 1, 2, 16]: appending in the same call is not supported yet; write the
-        cache first""",
-        """cu_seqlens_k_new=int32[2]: appending in the same call is not supported yet; write
-        the cache first""",
-        k=codes(2, 1, 2, 16),
-        v=codes(2, 1, 2, 16),
-        cu_seqlens_k_new=ints(0, 1),
-    ),
-    CACHE(
-        "rotary_cos=fp32[9, 8]: rotary embedding is not supported; rotate q and k first",
-        "rotary_sin=fp32[9, 8]: rotary embedding is not supported; rotate q and k first",
-        "rotary_seqlens=int32[1]: rotary embedding is not supported; rotate q and k first",
-        "rotary_interleaved=False: rotary embedding is not supported; rotate q and k first",
-        rotary_cos=_f(9, 8),
-        rotary_sin=_f(9, 8),
-        rotary_seqlens=ints(1),
-        rotary_interleaved=False,
-    ),
-    CACHE(
-        """cache_leftpad=int32[2]: not supported; pass a page_table or slices that start at the
-        first key""",
-        "attention_chunk=64: not supported; use window_size",
-        "sm_margin=4: not supported",
-        cache_leftpad=ints(1, 1),
-        attention_chunk=64,
-        sm_margin=4,
-    ),
-    CACHE(
-        "cache_batch_idx=int32[2]: selects sequences of an unpaged cache; drop page_table",
-        cache_batch_idx=ints(1, 0),
-        page_table=ints(0, 1)[:, None],
-    ),
-    DENSE("impl='cute': needs a CUDA device; the tensors are on the CPU", impl="cute"),
-    DENSE("impl='sim': this version has no simulator", impl="sim"),
-    DENSE(
-        """impl='reference': it keeps P exact, so fp8_policy would have no effect; use
-        impl='tiled'""",
-        impl="reference",
-        fp8_policy="default",
-    ),
-    DENSE(
-        "impl='reference': it does not split the keys; use impl='tiled', or num_splits=1",
-        impl="reference",
-        num_splits=2,
-    ),
-)
-
-# Wrong values in index and scale tensors.
-VALUES = (
-    PACKED("cu_seqlens_q must start at 0, got 1", cu_seqlens_q=ints(1, 4, 12)),
-    PACKED(
-        "cu_seqlens_k must not decrease, but goes from 50 to 30 at sequence 1",
-        cu_seqlens_k=ints(0, 50, 30),
-    ),
-    PACKED(
-        "cu_seqlens_k ends at 81, past the 80 rows of the packed tensor",
-        cu_seqlens_k=ints(0, 30, 81),
-    ),
-    PACKED(
-        "seqused_q[1]=9 must be from 0 to the 8 rows that sequence 1 has",
-        "seqused_k[0]=-1 must be from 0 to the 30 rows that sequence 0 has",
-        seqused_q=ints(4, 9),
-        seqused_k=ints(-1, 3),
-    ),
-    BATCHED(
-        "seqused_k[1]=41 must be from 0 to the 40 rows that sequence 1 has", seqused_k=ints(40, 41)
-    ),
-    PAGED(
-        "seqused_k[0]=41 must be from 0 to the 40 rows that sequence 0 has", seqused_k=ints(41, 1)
-    ),
-    PACKED(
-        "max_seqlen_q=7, but sequence 1 has 8 rows: those beyond would not be computed",
-        "max_seqlen_k=49, but sequence 1 has 50 rows: those beyond would not be computed",
-        "min_seqlen_k=31, but sequence 0 has 30 keys",
-        max_seqlen_q=7,
-        max_seqlen_k=49,
-        min_seqlen_k=31,
-    ),
-    PAGED(
-        "page_table[0, 4]=13 is in use and must be from 0 to 12",
-        page_table=torch.tensor([[0, 1, 2, 3, 13], [4, 5, 6, -1, -1]], dtype=torch.int32),
-    ),
-    DENSE(
-        "q_descale must be finite and positive, found 0.0 (all-zero rows may have any)",
-        q_descale=torch.zeros(()),
-    ),
-    DENSE(
-        "k_descale must be finite and positive, found inf (all-zero rows may have any)",
-        k_descale=torch.full((2, 2), float("inf")),
-    ),
-    DENSE(
-        "v_descale must be finite and positive, found nan (all-zero rows may have any)",
-        v_descale=torch.full((2, 40, 2), math.nan),
-    ),
-    DENSE(
-        "output_scale must be finite and positive, found -2.0 (all-zero rows may have any)",
-        output_scale=-2.0,
-    ),
+    *_CACHE,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -365,37 +364,3 @@ def test_a_dispatch_mode_changes_no_bit(name: str) -> None:
 def test_every_op_is_checked() -> None:
     ops = {str(_recorded(name)[0]).split(".")[1] for name in FORWARD}
     assert ops == {"forward", "forward_out", "combine"}
-
-
-# ---------------------------------------------------------------------------------------- refusals
-
-
-def test_a_refusal_while_compiling_says_why() -> None:
-    fn, arguments = _call("dense")
-    with pytest.raises(Exception, match=r"softcap=-1\.0 must be a finite number"):
-        _compiled(fn, "aot_eager")(**arguments, softcap=-1.0)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"score_mod": abs},
-        {"lse": torch.empty(3, 2, 4, 6, dtype=torch.float64)},
-    ],
-    ids=["unsupported", "lse that broadcasts and converts"],
-)
-def test_what_eager_refuses_is_refused_where_graphs_may_break(more: Arguments) -> None:
-    fn, arguments = _call("dense")
-    torch._dynamo.reset()
-    compiled = torch.compile(partial(fn), backend="aot_eager")
-    with pytest.raises(fa.FlashAttnFp8Error) as refusal:
-        compiled(**arguments, **more)
-    with pytest.raises(type(refusal.value)) as eager:
-        fn(**arguments, **more)
-    assert refusal.value.reasons == eager.value.reasons
-
-
-def test_a_refusal_stops_a_full_graph() -> None:
-    fn, arguments = _call("dense")
-    with pytest.raises(Exception, match=r"flash_attn_fp8|score_mod"):
-        _compiled(fn, "aot_eager")(**arguments, score_mod=abs)

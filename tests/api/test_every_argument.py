@@ -176,6 +176,7 @@ _QUANTIZE = {
     "x": result(torch.ones(2, 6, 3, 8), "raw"),
     "dtype": result(torch.float8_e5m2, "raw"),
     "per": result("tensor", "raw"),
+    "nheads_kv": result(1, "raw"),
     "smooth": result(True, "raw"),
     "cu_seqlens": result(ints(0, 6, 12), "packed_raw"),
 }
@@ -317,7 +318,6 @@ FIELDS = {
     "row_sum": "exact",
     "exp2": "code",
     "promote_every": 64,
-    "allow_saturation": True,
 }
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 import flash_attn_fp8 as fa
 from flash_attn_fp8 import ops
 from flash_attn_fp8.explain import Explanation
-from flash_attn_fp8.plan import Plan, Split
+from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.plan import Plan, Split, TiledSpec
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.support import EXECUTORS
 from flash_attn_fp8.target import Target
@@ -211,6 +212,68 @@ def test_the_splits(more: dict[str, Any], split: Split) -> None:
     assert explanation.plan.split == split
 
 
+@pytest.mark.parametrize(
+    ("batch", "pack", "split"),
+    [
+        # 100 rows of 4 heads: 4 blocks packed on 2 KV heads -> 2 x 2; 4 heads of 1 block otherwise
+        (1, True, Split(148 // 4)),
+        (1, False, Split(148 // 4)),
+        # 100 rows of 8 heads on 1: 800 packed rows are 7 blocks; alone, 8 heads of one block each
+        (3, True, Split(148 // (3 * 7))),
+        (3, False, Split(148 // (3 * 8))),
+    ],
+)
+def test_automatic_splits_count_the_blocks_that_run(batch: int, pack: bool, split: Split) -> None:
+    heads, heads_kv = (4, 2) if batch == 1 else (8, 1)
+    q, kv = _meta(batch, 100, heads, 64), _meta(batch, 65536, heads_kv, 64)
+    explanation = fa.explain(
+        fa.flash_attn_func, q, kv, kv, num_splits=0, pack_gqa=pack, target="sm_100a"
+    )
+    assert explanation.plan is not None
+    assert explanation.plan.split == split
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "bf16"])
+@pytest.mark.parametrize("target", ["cpu", "sm_90a", "sm_100a", "sm_80"])
+def test_the_accumulator_is_the_targets(fmt: str, target: str) -> None:
+    """13 bits only in SM90's fp8 tensor cores; P over a cache of bf16 queries is bf16."""
+    q, kv = (_meta(1, 8, 2, 64, dtype=FORMATS[name].dtype) for name in (fmt, fmt))
+    explanation = fa.explain(fa.flash_attn_func, q, kv, kv, impl="tiled", target=target)
+    assert explanation.plan is not None
+    narrow = target == "sm_90a" and fmt != "bf16"
+    assert isinstance(explanation.plan.spec, TiledSpec)
+    assert explanation.plan.spec.accumulator == ("sm90_fp8" if narrow else "fp32")
+    line = next(t for t in str(explanation).splitlines() if t.startswith("  P·V"))
+    said = "with 13 fraction bits, as SM90 does in fp8, promoted to fp32 every 128 keys"
+    assert line.endswith(said if narrow else "in fp32 (promote_every has no effect)")
+
+
+def test_a_policy_without_promotion_says_so() -> None:
+    policy = fa.policy_for("e4m3").replace(promote_every=None)
+    text = str(fa.explain(fa.flash_attn_func, **dense(), fp8_policy=policy, target="sm_90a"))
+    assert "with 13 fraction bits, as SM90 does in fp8, never promoted" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "quantized: of P as rounded"),
+        ({"fp8_policy": "reference_fix"}, "exact: of P before it is rounded"),
+        ({"v_descale": _scale(2, 40, 2), "fp8_policy": "balanced"}, "exact, whatever the policy"),
+    ],
+)
+def test_the_row_sum_that_counts(more: dict[str, Any], said: str) -> None:
+    arguments = {n: x.to("meta") for n, x in dense().items()}
+    assert f"  row sum   {said}" in str(fa.explain(fa.flash_attn_func, **arguments, **more))
+
+
+def test_a_policy_past_its_budget_cannot_hide() -> None:
+    broken = fa.Fp8Policy.breaking_the_budget("e4m3", 8, 4)
+    text = str(fa.explain(fa.flash_attn_func, **dense(), fp8_policy=broken))
+    assert "  policy    UNSAFE e4m3 max_offset=8 rescale_threshold=4 " in text
+    assert "P SATURATES: its largest lie 3.193 octaves above e4m3" in text
+
+
 def test_a_deterministic_plan_does_not_look_at_batch_lengths_or_device() -> None:
     plans = set()
     for batch, keys in ((1, 300), (7, 300), (1, 100_000)):
@@ -220,7 +283,8 @@ def test_a_deterministic_plan_does_not_look_at_batch_lengths_or_device() -> None
                 fa.flash_attn_func, **x, v=x["k"], num_splits=0, deterministic=True, target=target
             )
             assert explanation.plan is not None
-            plans.add(dataclasses.replace(explanation.plan, target=Target("any"), rejected=()))
+            plan = explanation.plan
+            plans.add((plan.impl, plan.split, plan.pack_gqa, plan.disable_scheduler_metadata))
     assert len(plans) == 1
 
 
@@ -330,8 +394,10 @@ understood:
   descales  q per tensor, k per token and head, v per token and head
   policy    e4m3 max_offset=8 rescale_threshold=0.75 row_sum=quantized exp2=exact promote_every=128
             P has 0.057 octaves of headroom and is zero below 2^-18 of the row's largest
+  row sum   exact, whatever the policy says: v_descale per token sits in P's exponent
 would run:
   executor  tiled
+  P·V       accumulated in fp32 (promote_every has no effect)
   splits    1 of each sequence's keys
   tiles     query heads packed
   metadata  computed by the plan

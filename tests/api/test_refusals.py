@@ -12,11 +12,24 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import flash_attn_fp8 as fa
-from flash_attn_fp8 import call, check_scales, checks, entry, errors, ops, values
+from flash_attn_fp8 import (
+    call,
+    check_buffers,
+    check_options,
+    check_scales,
+    checks,
+    entry,
+    errors,
+    kvcache,
+    ops,
+    values,
+)
 from tests.api.calls import BASES, Arguments, codes, dense, ints, packed, paged_pool, same_bits
-from tests.api.refusal_cases import INVALID, UNSUPPORTED, VALUES, Case
+from tests.api.refusal_cases import INVALID, Case
+from tests.api.unsupported_cases import UNSUPPORTED, VALUES
 
 METADATA = (*INVALID, *UNSUPPORTED)
 EVERY = (*METADATA, *VALUES)
@@ -73,8 +86,11 @@ def test_the_line_to_reproduce_it_does(case: Case) -> None:
 def _beyond_text(arguments: Arguments) -> bool:
     """Whether a fault lies in what the text of a call does not say: devices, grad, no tensors."""
     tensors = [t for t in arguments.values() if isinstance(t, torch.Tensor)]
-    operands = {n: t for n, t in arguments.items() if n in call.Operands._fields}
-    wrong = [t for t in operands.values() if not isinstance(t, torch.Tensor)]
+    names = {*call.Operands._fields, *kvcache.NAMES_WITH_SEQUENCES.values()}
+    numbers = {"output_scale": (int, float), "cache_seqlens": (int,)}
+    operands = {n: t for n, t in arguments.items() if n in names}
+    wrong = [n for n, t in operands.items()
+             if not isinstance(t, torch.Tensor) and type(t) not in numbers.get(n, ())]  # fmt: skip
     return bool(wrong) or any(t.requires_grad or t.is_meta for t in tensors)
 
 
@@ -93,6 +109,8 @@ def test_nothing_is_allocated_or_written(case: Case, monkeypatch: pytest.MonkeyP
 
     for name in ("_empty_out", "_empty_lse", "execute"):
         monkeypatch.setattr(ops, name, touched)
+    if case not in VALUES:  # whose numbers are tensors by then
+        monkeypatch.setattr(call.Call, "with_tensors", touched)
     if (
         "out" in case.changes
         or "out" not in inspect.signature(getattr(fa, case.function)).parameters
@@ -204,22 +222,6 @@ def test_a_bad_scale_in_a_used_slot_is_found() -> None:
         fa.flash_attn_varlen_func(**dense(), seqused_k=ints(40, 17), k_descale=scale)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_an_out_that_is_an_input_is_refused(name: str) -> None:
-    x = {n: codes(2, 6, 4, 16).bfloat16() for n in "qkv"}
-    before = x[name].clone()
-    with pytest.raises(fa.InvalidArguments) as refusal:
-        fa.flash_attn_func(**x, out=x[name])
-    assert refusal.value.reasons == (f"out shares memory with {name}; give it memory of its own",)
-    assert torch.equal(x[name], before)
-
-
-def test_an_out_beside_its_inputs_in_one_buffer_is_fine() -> None:
-    qkvo = torch.randn(4, 2, 6, 4, 16).bfloat16()
-    got, _ = fa.flash_attn_func(*qkvo[:3], out=qkvo[3])
-    assert same_bits(got, fa.flash_attn_func(*qkvo[:3].clone())[0])
-
-
 def test_a_refusal_does_not_depend_on_what_ran_before() -> None:
     """1 == True and 2.0 == 2, but only one of each is legal."""
     fa.flash_attn_func(**dense(), causal=True, num_splits=2)
@@ -236,6 +238,50 @@ def test_grad_is_refused_only_where_it_is_recorded() -> None:
     with torch.no_grad():
         out, _ = fa.flash_attn_func(**x)
     assert not out.requires_grad
+
+
+def _of_dual(fn: Callable[[torch.Tensor], object], x: torch.Tensor) -> object:
+    with forward_ad.dual_level():
+        return fn(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+FORWARD_MODE: dict[str, Callable[[Callable[..., Any], torch.Tensor], object]] = {
+    "jvp": lambda fn, x: torch.func.jvp(fn, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda fn, x: torch.func.jacfwd(fn)(x),
+    "dual": _of_dual,
+    "jvp of vmap": lambda fn, x: torch.func.jvp(
+        torch.func.vmap(fn), (torch.stack([x, x]),), (torch.ones(2, *x.shape),)
+    ),
+    "vmap of jvp": lambda fn, x: torch.func.vmap(
+        lambda x: torch.func.jvp(fn, (x,), (torch.ones_like(x),))[1]
+    )(torch.stack([x, x])),
+}
+
+
+@pytest.mark.parametrize("way", FORWARD_MODE)
+@pytest.mark.parametrize("fn", ["flash_attn_func", "flash_attn_with_kvcache", "flash_attn_combine"])
+def test_tangents_are_refused_and_not_lost(way: str, fn: str) -> None:
+    base, name = {
+        "flash_attn_func": ("dense", "learnable_sink"),
+        "flash_attn_with_kvcache": ("cache", "learnable_sink"),
+        "flash_attn_combine": ("partials", "lse_partial"),
+    }[fn]
+    arguments = BASES[base]()
+    x = arguments.pop(name) if name in arguments else torch.ones(4)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        out = getattr(fa, fn)(**arguments, **{name: x})
+        return out[0] if isinstance(out, tuple) else out
+
+    with pytest.raises(fa.Unsupported) as refusal:
+        FORWARD_MODE[way](of, x)
+    assert refusal.value.reasons == (
+        f"{name} carry tangents: this package has no derivatives, in forward mode neither; "
+        "detach them",
+    )
+    got = _of_dual(lambda x: of(x.detach()), x)
+    assert isinstance(got, torch.Tensor)
+    assert same_bits(got, of(x))
 
 
 # ------------------------------------------------------------------------------ the other functions
@@ -280,13 +326,28 @@ COMBINE = {
         ("cu_seqlens is for packed rows: out_partial of rank 4",),
     ),
     "batch": ({"seqused": ints(1, 2, 3)}, ("seqused must have 2 elements, got 3",)),
+    "out with overlaps": (
+        {"out": torch.ones(1, 5, 4, 16).expand(2, 5, 4, 16)},
+        ("out has strides [0, 64, 16, 1], in which elements share memory; clone it",),
+    ),
     "device": (
         {"lse_partial": torch.ones(3, 2, 5, 4, device="meta")},
         ("lse_partial is on meta, out_partial on cpu",),
     ),
     "grad": (
         {"lse_partial": torch.ones(3, 2, 5, 4, requires_grad=True)},
-        ("this package is forward only; call it under torch.no_grad()",),
+        (
+            "lse_partial require grad: this package is forward only; call it under "
+            "torch.no_grad() or detach them",
+        ),
+    ),
+    "flag": (
+        {"return_lse": torch.ones(2, 5, 4)},
+        ("return_lse=fp32[2, 5, 4] must be True or False",),
+    ),
+    "dtype is none": (
+        {"out_dtype": torch.ones(2)},
+        ("out_dtype=fp32[2] must be a torch.dtype: that of fp32, bf16, fp16",),
     ),
     "all at once": (
         {"seqused": ints(1), "virtual_batch_idx": 1, "lse_partial": torch.ones(3)},
@@ -337,7 +398,36 @@ QUANTIZE = {
     ),
     "bounds dtype": (
         {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": ints(0, 6).long()},
-        "cu_seqlens must be a vector of int32, got int64",
+        "cu_seqlens must be a vector of int32, got int64[2]",
+    ),
+    "bounds rank": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": torch.zeros(2, 2).int()},
+        "cu_seqlens must be a vector of int32, got int32[2, 2]",
+    ),
+    "bounds type": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": [0, 6]},
+        "cu_seqlens must be a vector of int32, got list [0, 6]",
+    ),
+    "bounds device": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": ints(0, 6).to("meta")},
+        "cu_seqlens is on meta and x on cpu; move one",
+    ),
+    "no sequence": (
+        {"x": torch.ones(6, 3, 8), "smooth": True, "cu_seqlens": ints(0)},
+        "cu_seqlens has 1 entries, which bound no sequence; give batch + 1",
+    ),
+    "KV heads": ({"nheads_kv": 2}, "nheads_kv=2 does not divide the 3 heads of x; give a divisor"),
+    "no KV heads": (
+        {"nheads_kv": 0},
+        "nheads_kv=0 does not divide the 3 heads of x; give a divisor",
+    ),
+    "KV heads type": (
+        {"nheads_kv": True},
+        "nheads_kv=True must be an int, the number of KV heads",
+    ),
+    "KV heads of a tensor": (
+        {"nheads_kv": 3, "per": "tensor"},
+        "nheads_kv=3 groups heads, and per='tensor' has one scale; leave it out",
     ),
 }
 
@@ -390,11 +480,13 @@ def test_no_reason_is_missing_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> 
             self.unsupported = _Recorder(self.unsupported)
             self.invalid.sites = self.unsupported.sites = sites
 
-    for module in (checks, values, ops):
+    for module in (checks, check_buffers, values, ops):
         monkeypatch.setattr(module, "Refusal", Recording)
     for case in EVERY:
         _refusal(case)
-    for module in (checks, check_scales, values):
+    with pytest.raises(fa.Unsupported):  # a tangent is no part of an argument
+        _of_dual(lambda x: fa.flash_attn_func(**dense(), learnable_sink=x), torch.ones(4))
+    for module in (checks, check_options, check_scales, values):
         for path, lines in _lines_that_add_reasons(module):
             hit = any(where == path and line in lines for where, line in sites)
             assert hit, f"{path}:{lines.start}: no case has this reason"

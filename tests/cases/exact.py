@@ -51,8 +51,20 @@ def attention(
     if sink is not None:
         lse = torch.logaddexp(lse, sink.double().reshape(-1, group, 1))
     p = torch.exp(s - lse.nan_to_num(neginf=0.0)[..., None])
-    v = torch.where(seen.any(1)[..., None, None], v, 0.0)  # 0 times garbage is not 0
-    return torch.einsum("bhgij,bjhd->bihgd", p, v).flatten(2, 3), lse.flatten(1, 2)
+    return _over_visible(p, v, seen).flatten(2, 3), lse.flatten(1, 2)
+
+
+def _over_visible(p: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """sum_j P_ij V_j over the keys j that row i sees, (b, i, h, g, d).
+
+    0 times NaN or infinity is not 0: keys that have any are multiplied one by one and masked.
+    """
+    odd = ~v.isfinite().all(-1).all(-1).all(0)
+    out = torch.einsum("bhgij,bjhd->bihgd", p, v.masked_fill(odd[:, None, None], 0.0))
+    for j in odd.nonzero().flatten().tolist():
+        term = torch.einsum("bhgi,bhd->bihgd", p[..., j], v[:, j])
+        out = out + torch.where(seen[:, :, j, None, None, None], term, 0.0)
+    return out
 
 
 def visible(

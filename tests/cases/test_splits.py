@@ -238,6 +238,19 @@ def test_case_45_auto_splits_on_a_gpu() -> None:
     assert answer.plan.split.keys
 
 
+@pytest.mark.parametrize("impl", SPLITTING)
+@pytest.mark.parametrize("logit", [-100.0, -1e30, 20.0])
+def test_case_45_parts_without_keys_beside_a_sink(impl: str, mix: Mix, logit: float) -> None:
+    """Case 45's kind: a narrow window leaves most parts empty, the sink's among them."""
+    generator = torch.Generator().manual_seed(0)
+    x = mix.quantized(*(torch.randn(1, 384, 2, 16, generator=generator) for _ in "qkv"))
+    call = {"causal": True, "window_size": (10, None), "learnable_sink": torch.full((2,), logit)}
+    one, three = (x.ask("dense", impl=impl, num_splits=n, out_dtype=FP32, **call) for n in (1, 3))
+    for answer in (one, three):
+        answer.assert_within_budget()
+    assert_near(three.lse, one.lse, limits.CASE_45_LSE_ABS)
+
+
 # ------------------------------------------------------------------------------------ case 52
 
 

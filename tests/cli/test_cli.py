@@ -135,6 +135,7 @@ def test_accuracy_prints_and_writes(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "accuracy.json").read_text())
     assert written["command"] == "flash-attn-fp8 accuracy --quick --no-policies"
     assert len(written["rows"]) == 3
+    assert "tile 128 keys a tile, accumulator fp32" in (tmp_path / "accuracy.md").read_text()
 
 
 @pytest.mark.usefixtures("one_cell")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import flash_attn_fp8 as fa
+from flash_attn_fp8 import ops
+from flash_attn_fp8.target import target_of
 from tests.budget import assert_within_budget, rel_l2
 from tests.data import normal, paged
 
@@ -68,9 +70,16 @@ def _paged(device: str, fmt: str, impl: str) -> Thunk:
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "bf16", "fp16"])
 @pytest.mark.parametrize("call", [_dense, _varlen, _paged])
-def test_same_as_cpu(call: Callable[..., Thunk], fmt: str, impl: str) -> None:
-    """A device gives what the CPU gives, up to an ulp of exp2 that flips a rounding."""
+def test_same_as_cpu(
+    call: Callable[..., Thunk], fmt: str, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device gives what the CPU gives, up to an ulp of exp2 that flips a rounding.
+
+    The CPU plans for the device here: on its own it would not emulate SM90's accumulator.
+    """
     out, lse = call("cuda", fmt, impl)()
+    monkeypatch.setattr(ops, "target_of", lambda device: target_of(out.device))
+    monkeypatch.setattr(ops, "_memo", {})
     want, want_lse = call("cpu", fmt, impl)()
     assert rel_l2(out.cpu(), want) <= DEVICE_REL_L2
     assert torch.equal(lse.cpu().isneginf(), want_lse.isneginf())
@@ -157,12 +166,26 @@ def test_devices_may_not_mix() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("per", ["tensor", "head", "batch_head", "token_head"])
-def test_quantize_has_the_same_bits(dtype: torch.dtype, per: str) -> None:
-    """Codes and scales are equal, bit for bit, on CPU and device."""
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_quantize_has_the_same_bits(
+    dtype: torch.dtype, per: str, smooth: bool, packed: bool
+) -> None:
+    """Codes, scales and means are equal, bit for bit, on CPU and device."""
     x = torch.randn(2, 77, 3, 64) * torch.logspace(-30, 3, 77)[:, None, None]
-    here, there = fa.quantize(x, dtype=dtype, per=per), fa.quantize(x.cuda(), dtype=dtype, per=per)
+    how = dict(dtype=dtype, per=per, smooth=smooth)
+    on_device = dict(how)
+    if packed:
+        x = x.flatten(0, 1)
+        if smooth or per == "batch_head":
+            bounds = torch.tensor([0, 70, 70, 150], dtype=torch.int32)
+            how["cu_seqlens"], on_device["cu_seqlens"] = bounds, bounds.cuda()
+    here, there = fa.quantize(x, **how), fa.quantize(x.cuda(), **on_device)
     assert torch.equal(here.descale, there.descale.cpu())
     assert torch.equal(here.values.view(torch.uint8), there.values.cpu().view(torch.uint8))
+    if smooth:
+        assert torch.equal(here.mean, there.mean.cpu())
+    assert torch.equal(here.dequantize(), there.dequantize().cpu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -186,3 +209,42 @@ def test_compiled_on_device() -> None:
     want, want_lse = fa.flash_attn_func(x.q, x.k, x.v, return_lse=True, impl="tiled", **x.scales)
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
+
+
+FAULTS = {
+    "k_descale": torch.full((2, 2), torch.nan),
+    "seqused_k": torch.tensor([64, 65], dtype=torch.int32),
+    "page_table": torch.full((2, 4), 99, dtype=torch.int32),
+}
+
+
+def _decode(impl: str, **changes: Tensor) -> Thunk:
+    """A paged decode on the device with one of its index or scale tensors replaced."""
+    x = normal(seqlen_q=1, seqlen_k=64, fmt="e4m3", device="cpu")
+    k, table = paged(x.k, 16)
+    v, _ = paged(x.v, 16)
+    used = torch.tensor([64, 7], dtype=torch.int32)
+    call = dict(q=x.q, k=k, v=v, page_table=table, seqused_k=used, **x.scales) | changes
+    on_device = {name: t.cuda() for name, t in call.items()}
+    return partial(fa.flash_attn_varlen_func, **on_device, return_lse=True, impl=impl)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_debug_mode_reads_values(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLASH_ATTN_FP8_DEBUG=1 refuses what the CPU refuses; a good call is unchanged."""
+    monkeypatch.setenv("FLASH_ATTN_FP8_DEBUG", "1")
+    with pytest.raises(fa.InvalidArguments, match=name):
+        _decode(impl, **{name: FAULTS[name]})()
+    debugged = _decode(impl)()
+    monkeypatch.setenv("FLASH_ATTN_FP8_DEBUG", "0")
+    for a, b in zip(debugged, _decode(impl)(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_debug_mode_no_value_is_read(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the mode costs is not paid without it: a bad scale goes through, unsynchronised."""
+    monkeypatch.delenv("FLASH_ATTN_FP8_DEBUG", raising=False)
+    run = _decode(impl, k_descale=FAULTS["k_descale"])
+    with synchronisation_raises():
+        out, _ = run()
+    assert bool(out.float().isnan().any())

@@ -19,6 +19,10 @@ LONG_FUNCTIONS = {
 WIDE_MODULES = {
     "flash_attn_fp8/api.py": PUBLIC,
     "flash_attn_fp8/kvcache.py": PUBLIC,
+    "flash_attn_fp8/cli_sim.py": "one parameter for each option of a command",
+    "flash_attn_fp8/sim/isa/table.py": "a registration's keywords, all with defaults",
+    "flash_attn_fp8/sim/numerics.py": "a format's fields, where compiled code takes no records",
+    "flash_attn_fp8/sim/order.py": "a shadow's arrays, where compiled code takes no records",
     "tests/data.py": "one keyword for each axis and format of a random case, all with defaults",
 }
 

@@ -6,6 +6,7 @@ of the call (design, invariant 8).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_attn_fp8 as fa
+from flash_attn_fp8 import ops
+from flash_attn_fp8.target import Target
 from tests.api.calls import same_bits
+from tests.cases.exact import attention, visible
+from tests.conftest import EXECUTORS
 from tests.data import one_hot_v, visible_keys
 from tests.plan.sequences import LAYOUTS, Form, alone, forms, lengths, sequence, together
 
@@ -60,6 +65,116 @@ def test_a_zero_is_positive_in_any_company(impl: str) -> None:
     for s, results in zip(pair, together(form, pair, "varlen", 1, 0), strict=True):
         assert same_bits(results, alone(form, s))
         assert not bool((results[0].signbit() & (results[0] == 0)).any())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "value"),
+    [("e4m3", "nan"), ("e5m2", "nan"), ("e5m2", "inf"), ("e5m2", "-inf"), ("bf16", "inf")],
+)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_value_that_is_not_finite_stays_with_its_key(
+    layout: str, num_splits: int, fmt: str, value: str, impl: str
+) -> None:
+    """Only rows that see the key, in its head and column, differ: and as the definition says."""
+    if impl == "reference" and num_splits > 1:
+        pytest.skip("it does not split")
+    key, head, column = 270, 1, 3
+    options = {"impl": impl, "out_dtype": torch.float32, "num_splits": num_splits}
+    options |= {"causal": True, "window_size": (20, None)}
+    form = Form(fmt, fmt, 4, 2, d=16, dv=8, scaled=True, options=options)
+    clean = [sequence(form, *size, seed=i) for i, size in enumerate([(40, 300), (50, 257), (3, 1)])]
+    v = clean[0].v.float()
+    v[key, head, column] = float(value)
+    damaged = [replace(clean[0], v=v.to(clean[0].v.dtype)), *clean[1:]]
+    for s, results in zip(clean[1:], together(form, damaged, layout, 16, 0)[1:], strict=True):
+        assert same_bits(results, alone(form, s))
+    want, want_lse = alone(form, clean[0])
+    sees = torch.zeros(40, 4, 8, dtype=torch.bool)
+    rows = visible(40, 300, 300, left=20, right=0)[:, key]
+    sees[rows, 2 * head : 2 * head + 2, column] = True
+    assert 0 < int(rows.sum()) < 40
+    scales = {f"{n}_descale": x[None] for n, x in damaged[0].scales.items()}
+    by_definition, _ = attention(
+        *(getattr(damaged[0], n)[None] for n in "qkv"), scales=scales, causal=True,
+        window_size=(20, None),
+    )  # fmt: skip
+    assert not bool(by_definition[0][sees].isfinite().any())
+    out, lse = together(form, damaged, layout, 16, 0)[0]
+    assert same_bits((out, lse), alone(form, damaged[0]))
+    assert same_bits((out[~sees], lse), (want[~sees], want_lse))
+    assert torch.allclose(out[sees], by_definition[0][sees].float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_infinite_values_where_p_is_zero_or_signs_differ(impl: str) -> None:
+    """0 * inf is NaN, as in a tensor core: for a P that is flushed to 0, not the definition's."""
+    inf, flushed = math.inf, math.inf if impl == "reference" else math.nan
+    q, k = torch.ones(1, 1, 1, 8), torch.zeros(1, 3, 1, 8)
+    k[0, 2] = 8.0  # the others lie 64 / sqrt(8) nats or 32.6 octaves below it
+    v = torch.tensor([
+        # a column of V for each kind, a row for each key: two far below the peak, and the peak
+        [inf, 0.0, inf, inf, 0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, -inf, 0.0, 0.0, 0.0, 0.0],
+        [0.0, inf, inf, 0.0, -inf, 0.0, 0.0, 0.0],
+    ])[None, :, None]  # fmt: skip
+    wanted = torch.tensor([flushed, inf, flushed, math.nan, -inf, 0.0, 0.0, 0.0])
+    out, _ = fa.flash_attn_func(
+        *(x.to(torch.float8_e5m2) for x in (q, k, v)), impl=impl, out_dtype=torch.float32
+    )
+    assert torch.allclose(out[0, 0, 0], wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("promote_every", [None, 32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_on_sm90_in_any_company_as_alone(
+    fmt: str, promote_every: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its narrow accumulator is promoted by where a key lies, whatever tiles neighbours need."""
+    monkeypatch.setattr(ops, "target_of", lambda device: Target("sm_90a", 132))
+    monkeypatch.setattr(ops, "_memo", {})
+    policy = fa.policy_for(fmt).replace(promote_every=promote_every)
+    options = {"impl": "tiled", "out_dtype": torch.float32, "fp8_policy": policy}
+    for more in ({"causal": True}, {"window_size": (150, 30)}, {"num_splits": 2}):
+        form = Form(fmt, fmt, 2, 1, d=8, dv=8, scaled=False, options=options | more)
+        sizes = [(33, 260), (64, 384), (40, 300), (50, 345)]  # of one block
+        sequences = [sequence(form, *size, seed=i) for i, size in enumerate(sizes)]
+        for s, results in zip(sequences, together(form, sequences, "varlen", 1, 0), strict=True):
+            assert same_bits(results, alone(form, s))
+
+
+def test_of_an_lse_with_a_sink_in_a_batch_of_256_as_alone(impl: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(256, 1, 1, 8, generator=g), torch.randn(256, 5, 1, 8, generator=g)
+    q, k = q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn)
+    call = {"learnable_sink": torch.tensor([0.3]), "return_lse": True, "impl": impl}
+    both = fa.flash_attn_func(q, k, k, **call)
+    for b in range(256):
+        one = fa.flash_attn_func(q[b : b + 1], k[b : b + 1], k[b : b + 1], **call)
+        assert same_bits(one, (both[0][b : b + 1], both[1][b : b + 1]))
+
+
+@pytest.mark.parametrize("rounding_impl", [name for name in EXECUTORS if name != "reference"])
+def test_key_tiles_are_visited_right_to_left(rounding_impl: str) -> None:
+    """Invariant 7. A tail seen before its peak is rounded under its own maximum, and survives.
+
+    The peak lies 24 octaves above the tail: seen first it leaves the tail nothing above P's
+    smallest value. So the tail's values come out for a peak on the left, and not for one on the
+    right; visited left to right it would be the other way round.
+    """
+    policy = fa.policy_for("e4m3")
+    octaves = 24
+    assert -octaves < policy.tail_log2
+    out = {}
+    for side, peak in {"left": 0, "right": 255}.items():
+        q, k, v = torch.ones(1, 1, 1, 8), torch.zeros(1, 256, 1, 8), torch.ones(1, 256, 1, 8)
+        k[0, peak, 0, 0], v[0, peak] = octaves, 0
+        x = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
+        out[side], _ = fa.flash_attn_func(
+            *x, softmax_scale=math.log(2), out_dtype=torch.float32, impl=rounding_impl,
+            fp8_policy=policy,
+        )  # fmt: skip
+    assert bool((out["left"] > 0).all())
+    assert not bool(out["right"].any())
 
 
 def test_of_the_last_rows_as_of_all(impl: str) -> None:

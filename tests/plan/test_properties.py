@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8.call import Call
+from flash_attn_fp8.check_options import MAX_SPLITS
 from flash_attn_fp8.checks import examine, problem_of
 from flash_attn_fp8.explain import parse_call
 from flash_attn_fp8.formats import FORMATS, format_of
-from flash_attn_fp8.plan import Split, plan_for
-from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.plan import Split, TiledSpec, plan_for
+from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
 from flash_attn_fp8.target import Target, target_named
 
 MANY = settings(deadline=None, derandomize=True, database=None, max_examples=120)
@@ -166,6 +170,11 @@ def test_plans_are_pure_and_remembered(
         options = call.options._replace(num_splits=num_splits, deterministic=deterministic)
         return problem_of(call._replace(options=options))
 
+    most = MAX_SPLITS * DETERMINISTIC_KEYS_PER_SPLIT
+    if deterministic and num_splits == 0 and problem().sizes.seqlen_k > most:
+        with pytest.raises(fa.Unsupported, match="can be combined: write seqlen_k_per_split="):
+            plan_for(problem(), target)
+        return
     plan = plan_for(problem(), target)
     assert plan_for(problem(), dataclasses.replace(target)) is plan
     assert plan_for.__wrapped__(problem(), target) == plan
@@ -246,6 +255,68 @@ def test_no_probability_saturates(name: str, data: st.DataObject) -> None:
             running = score
         largest = max(largest, score - running + policy.max_offset)
     assert largest <= policy.max_offset + policy.rescale_threshold <= fmt.log2_max
+
+
+def test_a_policy_that_may_saturate_is_never_an_accident() -> None:
+    """No argument, no change and no text but UNSAFE makes one; copies stay what they are."""
+    with pytest.raises(TypeError, match="allow_saturation"):
+        fa.Fp8Policy("e4m3", 8, 4, allow_saturation=True)
+    safe = fa.policy_for("e4m3")
+    for change in ({"allow_saturation": True}, {"rescale_threshold": 4}):
+        with pytest.raises(ValueError, match=r"allow_saturation|saturate"):
+            safe.replace(**change)
+    broken = fa.Fp8Policy.breaking_the_budget("e4m3", 8, 4)
+    assert str(broken).startswith("UNSAFE e4m3 ")
+    assert repr(broken).startswith("UNSAFE Fp8Policy(p_format='e4m3', max_offset=8.0, ")
+    assert broken != safe.replace(max_offset=8, rescale_threshold=0)
+    for same in (copy.copy(broken), pickle.loads(pickle.dumps(broken)), broken.replace()):
+        assert same == broken
+        assert same.allow_saturation
+    assert broken.replace(row_sum="exact").allow_saturation
+
+
+@pytest.mark.parametrize("make", [fa.Fp8Policy, fa.Fp8Policy.breaking_the_budget])
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"p_format": ["e4m3"]}, "p_format=['e4m3'] is not one of e4m3, e5m2, fp16, bf16"),
+        ({"p_format": "int8"}, "p_format='int8' is not one of e4m3, e5m2, fp16, bf16"),
+        ({"p_format": None}, "p_format=None is not one of e4m3, e5m2, fp16, bf16"),
+        ({"max_offset": [1]}, "max_offset=[1] must be a finite number >= 0 (log2 units)"),
+        ({"max_offset": True}, "max_offset=True must be a finite number >= 0 (log2 units)"),
+        ({"max_offset": 10**309},
+         f"max_offset={10**309} must be a finite number >= 0 (log2 units)"),
+        ({"rescale_threshold": float("inf")},
+         "rescale_threshold=inf must be a finite number >= 0 (log2 units)"),
+        ({"row_sum": ["exact"]}, "row_sum=['exact'] is not one of exact, quantized"),
+        ({"exp2": {}}, "exp2={} is not one of exact, code, code_quadratic"),
+        ({"promote_every": 48}, "promote_every=48 must be None or a positive multiple of 32 keys"),
+    ],
+)  # fmt: skip
+def test_a_policy_of_anything_else_is_refused(
+    make: Callable[..., fa.Fp8Policy], fields: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(fa.InvalidArguments) as refused:
+        make(**{"p_format": "e4m3", "max_offset": 1, "rescale_threshold": 0} | fields)
+    assert refused.value.reasons == (fault,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"tile_n": 0}, "tile_n=0 must be a positive number of keys, such as 128"),
+        ({"tile_n": 64.0}, "tile_n=64.0 must be a positive number of keys, such as 128"),
+        ({"tile_n": 40, "accumulator": "sm90_fp8"},
+         "tile_n=40 must be a multiple of the 32 keys of one instruction of the sm90_fp8 "
+         "accumulator, such as 128"),
+        ({"accumulator": "fp16"}, "accumulator='fp16' is not one of 'fp32', 'sm90_fp8'"),
+        ({"policy": "e4m3"}, "policy='e4m3' must be an Fp8Policy, such as policy_for('e4m3')"),
+    ],
+)  # fmt: skip
+def test_a_spec_of_anything_else_is_refused(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(fa.InvalidArguments) as refused:
+        TiledSpec(**{"policy": fa.policy_for("e4m3")} | fields)
+    assert refused.value.reasons == (fault,)
 
 
 # -------------------------------------------------------------------------------------------- texts

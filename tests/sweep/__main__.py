@@ -50,7 +50,7 @@ def main(
     except KeyboardInterrupt:
         typer.echo("stopped; run again to resume")
     reached = [case for case in cases if str(case) in done]
-    _write(reached, done, impl, device, out)
+    _write(cases, done, impl, device, out)
     failed = [str(case) for case in reached if "fault" in done[str(case)]]
     for name in failed:
         typer.echo(f"FAILED {name}: {done[name]['fault']}")
@@ -91,17 +91,22 @@ def _run(
 
 
 def _write(cases: list[grid.Case], done: State, impl: str, device: str, out: Path) -> None:
-    """One row for each format, lengths and head dims: how near its cases came to their budgets."""
-    groups: dict[tuple[object, ...], list[dict[str, object]]] = {}
+    """One row for each format, lengths and head dims: how near its cases came to their budgets.
+
+    Cases that were not run are counted, so that a page cannot look more complete than it is.
+    """
+    groups: dict[tuple[object, ...], list[dict[str, object] | None]] = {}
     for case in cases:
         key = (case.fmt, "x".join(map(str, case.seqlens)), "/".join(map(str, case.head_dims)))
-        groups.setdefault(key, []).append(done[str(case)])
+        groups.setdefault(key, []).append(done.get(str(case)))
     rows = []
-    for (fmt, seqlens, head_dims), outcomes in groups.items():
+    for (fmt, seqlens, head_dims), wanted in groups.items():
+        outcomes = [o for o in wanted if o is not None]
         case = {"format": fmt, "seqlens": seqlens, "head_dims": head_dims}
         passed = [o for o in outcomes if "fault" not in o]
         rows.append(Row.of(case, impl, "cases passed", "cases", len(passed)))
         rows.append(Row.of(case, impl, "cases failed", "cases", len(outcomes) - len(passed)))
+        rows.append(Row.of(case, impl, "cases not run", "cases", len(wanted) - len(outcomes)))
         if passed:
             used = [float(o["rel_l2"]) / float(o["budget"]) for o in passed]  # type: ignore[arg-type]
             rows.append(Row.of(case, impl, "rel_l2 / one-shot model, worst", "ratio", max(used)))

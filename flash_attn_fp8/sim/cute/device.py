@@ -94,10 +94,10 @@ def device(
     """Runs CuTe-DSL programs of this process on CPU tensors, as if on one GPU of `arch`.
 
     Each kernel launch is executed before the launching call returns, on a `Machine` with these
-    `checks`, `schedule`, `workers` and `trace`; or `on_launch` is called with it instead. What goes wrong there
-    (a `Finding`, `Unmodelled`, the callback's exception) comes out of the launching call. The device
-    has `sm_count` multiprocessors, few on purpose: a persistent kernel then runs several tiles a
-    CTA. Not re-entrant, not for several threads.
+    `checks`, `schedule`, `workers` and `trace`; or `on_launch` is called with it instead. What goes
+    wrong there (a `Finding`, `Unmodelled`, the callback's exception) comes out of the launching
+    call. The device has `sm_count` multiprocessors, few on purpose: a persistent kernel then runs
+    several tiles a CTA. Not re-entrant, not for several threads.
     """
     if arch not in _ARCHS:
         raise ValueError(f"arch is {arch!r}; the simulator knows {', '.join(sorted(_ARCHS))}")

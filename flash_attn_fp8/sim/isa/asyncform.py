@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from flash_attn_fp8.sim.barriers import Mbarrier
-from flash_attn_fp8.sim.errors import BarrierMisuse, Finding
+from flash_attn_fp8.sim.errors import BarrierMisuse, Finding, Unmodelled
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.memory import OFFSET_MASK, RANK_SHIFT
 from flash_attn_fp8.sim.ptx.program import Operand
@@ -106,6 +106,12 @@ class Target(NamedTuple):
     cta: Cta
     offset: int
     mbarrier: Mbarrier
+
+
+def check_one_process(warp: Warp) -> None:
+    """Reductions into global memory are atomic only within one process."""
+    if warp.cluster.memory.processes:
+        raise Unmodelled("reductions into global memory between processes: use workers=1")
 
 
 def own_shared(warp: Warp, address: int, what: str) -> int:

@@ -144,7 +144,8 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         for address, times in _by_address(target.of(w, w.lanes(mask))):
             barrier = w.mbarrier(address)
-            barrier.complete_tx(times * nbytes.one(w, mask), barrier.stamp(), w.name)
+            amount = times * nbytes.one(w, mask)
+            barrier.complete_tx(amount, barrier.stamp(), w.name, w.waits_before())
 
     return handler
 
@@ -154,7 +155,7 @@ def wait(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.{try,test}_wait{.parity}{.sem.scope}{.space}.b64 p, [a], state{, time}`.
 
     `try_wait` suspends until the phase is over, but gives up, as it may, the first time that a warp
-    executes it in vain, and where nothing else in the cluster can go on. `test_wait` never suspends.
+    executes it in vain, and where nothing else in the cluster can go on. `test_wait` never does.
     """
     parts = _only(ctx, _SHARED | _SEMANTICS | {"parity"})
     done = ctx.destination(instruction.operands[0], "pred")
@@ -255,7 +256,9 @@ def cta_barrier(ctx: Context, instruction: Instruction) -> Handler:
 
 def _leave(w: Warp) -> Wait | None:
     """Leave the barrier that the warp has arrived at, or wait for it."""
-    barrier, round_ = w.token  # type: ignore[misc]
+    if w.token is None:
+        raise BarrierMisuse("a barrier is left that was not arrived at")
+    barrier, round_ = w.token
     if barrier.rounds == round_:
         return Wait(barrier, ready=lambda: barrier.rounds != round_, describe=barrier.missing)
     w.acquire(barrier.completed)

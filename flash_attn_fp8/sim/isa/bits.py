@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, TypeVar
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic, overload, register_jitable
 
@@ -109,14 +109,16 @@ _INT64, _FLOAT, _DOUBLE = ir.IntType(64), ir.FloatType(), ir.DoubleType()
 _Emit = Callable[[Any, Any], Any]
 
 
-def _compiled(function: Callable[..., Any], result: Any, arguments: tuple[Any, ...], emit: _Emit) -> None:
+def _compiled(
+    function: Callable[..., Any], result: Any, arguments: tuple[Any, ...], emit: _Emit
+) -> None:
     """Give `function` a compiled form: `emit(builder, values)` after casts to `arguments`."""
 
     def typing(typingctx: Any, *given: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             cast = [
                 context.cast(builder, value, source, target)
-                for value, source, target in zip(values, signature.args, arguments)
+                for value, source, target in zip(values, signature.args, arguments, strict=True)
             ]
             return emit(builder, cast)
 
@@ -128,14 +130,14 @@ def _compiled(function: Callable[..., Any], result: Any, arguments: tuple[Any, .
         def one(typingctx, a):  # type: ignore[no-untyped-def]
             return typing(typingctx, a)
 
-        overload(function)(lambda a: lambda a: one(a))
+        overload(function)(lambda a: lambda a: one(a))  # type: ignore[call-arg]
     else:
 
         @intrinsic
         def three(typingctx, a, b, c):  # type: ignore[no-untyped-def]
             return typing(typingctx, a, b, c)
 
-        overload(function)(lambda a, b, c: lambda a, b, c: three(a, b, c))
+        overload(function)(lambda a, b, c: lambda a, b, c: three(a, b, c))  # type: ignore[call-arg]
 
 
 def _fma(builder: Any, values: Any) -> Any:

@@ -17,6 +17,7 @@ from flash_attn_fp8.sim.isa.asyncform import (
     Form,
     SharedOperand,
     Target,
+    check_one_process,
     each_lane,
     operands_of,
     own_shared,
@@ -108,6 +109,7 @@ def copy_out(
     data, at = w.cluster.memory.find(destination, nbytes, True)
     there = data[at : at + nbytes].reshape(-1, _UNIT)
     if combine is not None:
+        check_one_process(w)
         values = combine(there.reshape(-1, size), values.reshape(-1, size)).reshape(-1, _UNIT)
     copied = (byte_mask >> np.arange(_UNIT) & 1).astype(np.bool_)
     there[:, copied] = values[:, copied]
@@ -139,7 +141,9 @@ def reduce_bulk(ctx: Context, instruction: Instruction) -> Handler:
     operation, kind = named
     if noftz != (operation == "add" and kind in ("f16", "bf16")):
         ctx.fail(".noftz is for .add of .f16 and .bf16, which need it")
-    return _bind(ctx, instruction, form, reduction.reduction(operation, kind), WIDTH[kind] // 8)
+    # "The current implementation of .add.f32 flushes subnormal inputs and results."
+    combine = reduction.reduction(operation, "f32.ftz" if kind == "f32" else kind)
+    return _bind(ctx, instruction, form, combine, WIDTH[kind] // 8)
 
 
 def _bind(

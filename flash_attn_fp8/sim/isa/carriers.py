@@ -1,18 +1,26 @@
 """What a handler receives for a source of each type, and how its result becomes bits again.
 
-`load_T(word)` and `store_T(value)` for each type T; floats' take the mode bits as well. Integers are what they say; f16,
-bf16 and f32 come as float64, exactly. Handlers of these types return a float64 that is either the
-exact result or has been rounded to odd, so that the one rounding to T in `store_T` is right in every
-direction (float64 has at least two bits more than needed: Boldo and Melquiond, "Emulation of FMA
-and correctly rounded sums"). A float's modifiers that are not its instruction's own are applied
-here: .ftz, .sat, .relu, the rounding.
+`load_T(word)` and `store_T(value)` for each type T; floats' take the mode bits as well. Integers
+are what they say; f16, bf16 and f32 come as float64, exactly. Handlers of these types return a
+float64 that is either the exact result or has been rounded to odd, so that the one rounding to T in
+`store_T` is right in every direction (float64 has at least two bits more than needed: Boldo and
+Melquiond, "Emulation of FMA and correctly rounded sums"). Modifiers that are the same for all are
+applied here: .ftz, .sat, .relu, the rounding.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: D103 -- what each function does, the module says
 from flash_attn_fp8.sim import numerics
-from flash_attn_fp8.sim.isa.bits import bits_of_f64, device, f64_of, narrowed_f32, signed, unsigned, widened_f32
+from flash_attn_fp8.sim.isa.bits import (
+    bits_of_f64,
+    device,
+    f64_of,
+    narrowed_f32,
+    signed,
+    unsigned,
+    widened_f32,
+)
 from flash_attn_fp8.sim.isa.table import FTZ, FTZ_HALF, RELU, RN, ROUNDING_MASK, SAT, SATFINITE
 
 _MIN_NORMAL_F32 = 2.0**-126
@@ -202,7 +210,7 @@ def join_words(low: int, high: int) -> int:
 
 # The functions that take the mode bits.
 WITH_MODE = frozenset(
-    "load_f32 load_f16 store_f32 store_f16 store_bf16 store_tf32 store_f64".split()
+    ["load_f32", "load_f16", "store_f32", "store_f16", "store_bf16", "store_tf32", "store_f64"]
 )
 # Bits that have no sign: the unsigned type of the width. Storing a signed value drops the sign.
 LOADS = {"b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64"}

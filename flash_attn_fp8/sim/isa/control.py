@@ -11,13 +11,14 @@ from flash_attn_fp8.sim.barriers import Wait
 from flash_attn_fp8.sim.errors import BarrierMisuse, Finding
 from flash_attn_fp8.sim.isa.operands import ValueOperand, lowest, missing_lanes
 from flash_attn_fp8.sim.isa.table import Handler, warp
-from flash_attn_fp8.sim.ptx.program import Instruction, Pair
+from flash_attn_fp8.sim.ptx.program import Instruction, Pair, Special
 from flash_attn_fp8.sim.state import ALL_LANES, Converge, Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
 
 _LANE = np.arange(32)
+_SCOPES = ("cta", "cluster", "gpu", "sys")
 _WITH_MASK = Callable[[Warp, int, np.ndarray], None]
 
 
@@ -206,7 +207,7 @@ def fence(ctx: Context, instruction: Instruction) -> Handler:
     known = {
         ("proxy", "alias"), ("mbarrier_init", "release", "cluster"),
         *((s,) for s in ("cta", "gl", "sys", "cluster", "gpu")),
-        *((sem, s) for sem in ("sc", "acq_rel", "acquire", "release") for s in ("cta", "cluster", "gpu", "sys")),
+        *((sem, s) for sem in ("sc", "acq_rel", "acquire", "release") for s in _SCOPES),
     }  # fmt: skip
     if parts not in known:
         ctx.fail("this form of fence")
@@ -275,12 +276,15 @@ def nanosleep(ctx: Context, instruction: Instruction) -> Handler:
 @warp("%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi")
 def clock(ctx: Context, instruction: Instruction) -> Handler:
     """Counts the cluster's visible operations: monotonic, and no measure of time."""
-    into = ctx.destination(instruction.operands[0])
-    high = instruction.opcode.endswith("hi")
+    name = next(o.name for o in instruction.operands if isinstance(o, Special))
+    wide = name in ("%clock64", "%globaltimer")
+    into = ctx.destination(instruction.operands[0], "b64" if wide else "b32")
+    shift = 32 if name.endswith("_hi") else 0
+    mask_of_width = (1 << 64) - 1 if wide else 0xFFFFFFFF
 
     def handler(w: Warp, mask: int) -> None:
-        now = w.cluster.pending.now
-        w.registers[into, w.lanes(mask)] = now >> 32 if high else now & 0xFFFFFFFF
+        now = w.cluster.pending.now >> shift & mask_of_width
+        w.registers[into, w.lanes(mask)] = now
 
     return handler
 

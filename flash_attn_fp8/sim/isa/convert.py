@@ -428,7 +428,7 @@ def _to_pair(
         mode |= SATFINITE
     if result == "ue8m0x2":
         mode |= _rounding(ctx, names, {"rz": RZ, "rp": RP}, True)
-        allowed = ("f32", "bf16x2")
+        allowed: tuple[str, ...] = ("f32", "bf16x2")
     elif result in _NARROW:
         if "satfinite" not in names or "rn" not in names or {"rz", "rp"} & set(names):
             ctx.fail(f"cvt to {result} is .rn.satfinite")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-
 from flash_attn_fp8.sim.isa.bits import (
     bits_of_f64,
     device,
@@ -138,12 +137,8 @@ def mul(a: float, b: float) -> float:
 _ROUNDED = ("rn rz rm rp",)
 
 
-@lane(
-    "fma", "f32", "T T T", modifiers=_F32, requires=_ROUNDED, takes_mode=True, fast=fma_f32
-)
-@lane(
-    "fma", "f32x2", "T T T", modifiers=_F32X2, requires=_ROUNDED, takes_mode=True, fast=fma_f32
-)
+@lane("fma", "f32", "T T T", modifiers=_F32, requires=_ROUNDED, takes_mode=True, fast=fma_f32)
+@lane("fma", "f32x2", "T T T", modifiers=_F32X2, requires=_ROUNDED, takes_mode=True, fast=fma_f32)
 @lane(
     "fma",
     "f16 f16x2",
@@ -250,8 +245,10 @@ def rsqrt(a: float) -> float:
 
 @device
 def exp2(x: float) -> float:
-    """2^x within an ulp of float64, for results that float32 can hold; arithmetic alone, so that it
-    is the same everywhere."""
+    """2^x within some ulps of float64, for results that float32 can hold.
+
+    Arithmetic alone, so that it is the same everywhere and can be vectorised.
+    """
     if not x < 1025.0:
         return x + x if x != x else math.inf
     if x < -1075.0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -163,7 +163,8 @@ def _from_array(
     data: np.ndarray, at: np.ndarray, unit: int, lanes: np.ndarray, space: str
 ) -> np.ndarray:
     _check_array(data, at, unit, space)
-    return data[lanes[:, None], at[:, None] + np.arange(unit)]
+    found: np.ndarray = data[lanes[:, None], at[:, None] + np.arange(unit)]
+    return found
 
 
 def _check_array(data: np.ndarray, at: np.ndarray, unit: int, space: str) -> None:
@@ -254,7 +255,7 @@ def _unpacker(
     for e, width in zip(elements, widths, strict=False):
         if width < 8 * size and not isinstance(e, Sink):
             ctx.fail(f"a register of {width} bits for .{form.type}")
-    kind = np.dtype(f"<i{size}") if signed else _UNSIGNED[size]
+    kind: np.dtype[Any] = np.dtype(f"<{'i' if signed else 'u'}{size}")
 
     def unpack(w: Warp, lanes: np.ndarray, data: np.ndarray) -> None:
         values = np.ascontiguousarray(data).view(kind)
@@ -397,7 +398,8 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
 
 _WINDOW_OF = {
     "shared": SHARED_WINDOW, "shared::cta": SHARED_WINDOW, "shared::cluster": SHARED_WINDOW,
-    "param": PARAM_WINDOW, "param::entry": PARAM_WINDOW, "local": LOCAL_WINDOW, "global": 0, "const": 0,
+    "param": PARAM_WINDOW, "param::entry": PARAM_WINDOW, "local": LOCAL_WINDOW,
+    "global": 0, "const": 0,
 }  # fmt: skip
 
 
@@ -498,7 +500,7 @@ def create_policy(ctx: Context, instruction: Instruction) -> Handler:
 
 @warp("st.async")
 def store_async(ctx: Context, instruction: Instruction) -> Handler:
-    """`st.async{.weak}.mbarrier::complete_tx::bytes{.shared::cluster}{.vec}.type [a], b, [mbar]`."""
+    """`st.async{.weak}{.space}.mbarrier::complete_tx::bytes{.vec}.type [a], b, [mbar]`."""
     known = {"mbarrier::complete_tx::bytes"}
     form = _form(ctx, frozenset(known))
     target = AddressOperand(ctx, instruction.operands[0])

@@ -48,7 +48,8 @@ def part(a: int, mode: int) -> int:
     return (signed(a) >> start) & ((1 << width) - 1)
 
 
-_MOVABLE = frozenset("b16 b32 b64 b128 u16 u32 u64 s16 s32 s64 f32 f64 pred".split())
+_MOVABLE = frozenset(("b16", "b32", "b64", "b128", "u16", "u32", "u64", "s16", "s32", "s64"))
+_MOVABLE |= {"f32", "f64", "pred"}
 
 
 @macro("mov")
@@ -67,7 +68,7 @@ def mov(ctx: Context, instruction: Instruction) -> None:
             ctx.emit("_mov.b64", targets[1], [sources[1]])
             ctx.emit("_mov.b64", first, [ctx.scratch("first")])
             return
-        for row, given in zip(targets, sources):
+        for row, given in zip(targets, sources, strict=True):
             ctx.emit("_mov.b64", row, [given])
     elif isinstance(source, Vector):
         _pack(ctx, ctx.destination(target, type), source, WIDTH[type])
@@ -167,9 +168,7 @@ def _comparison(ctx: Context, names: list[str], type: str) -> int:
     if type in ("f16", "bf16", "f32", "f64"):
         if name not in _FLOAT_COMPARISONS or (ftz and type not in ("f16", "f32")):
             ctx.fail(f"comparison .{name}{'.ftz' if ftz else ''} of {type}")
-        return _FLOAT_COMPARISONS[name] | (
-            0 if not ftz else FTZ if type == "f32" else FTZ_HALF
-        )
+        return _FLOAT_COMPARISONS[name] | (0 if not ftz else FTZ if type == "f32" else FTZ_HALF)
     if name in _UNSIGNED_NAMES and type[0] == "u":
         name = _UNSIGNED_NAMES[name]
     allowed = ("eq", "ne") if type[0] == "b" else tuple(_INTEGER_COMPARISONS)
@@ -178,7 +177,9 @@ def _comparison(ctx: Context, names: list[str], type: str) -> int:
     return _INTEGER_COMPARISONS[name]
 
 
-def _compare(ctx: Context, instruction: Instruction, type: str, names: list[str]) -> tuple[int, str]:
+def _compare(
+    ctx: Context, instruction: Instruction, type: str, names: list[str]
+) -> tuple[int, str]:
     """Emit the comparison of sources 1 and 2 into a scratch row; the row, and and/or/xor or ""."""
     mode = _comparison(ctx, names, type)
     combined = names.pop(0) if names and names[0] in ("and", "or", "xor") else ""

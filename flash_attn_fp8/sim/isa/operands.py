@@ -27,7 +27,8 @@ class AddressOperand:
 
     def of(self, warp: Warp, lanes: np.ndarray) -> np.ndarray:
         """Addresses of the lanes, int64."""
-        return warp.registers[self._row, lanes].astype(np.int64) + self._offset
+        found: np.ndarray = warp.registers[self._row, lanes].astype(np.int64) + self._offset
+        return found
 
     def one(self, warp: Warp, mask: int) -> int:
         """The address of the lowest active lane."""
@@ -45,7 +46,8 @@ class ValueOperand:
         return int(warp.registers[self.row, lowest(mask)])
 
     def of(self, warp: Warp, lanes: np.ndarray) -> np.ndarray:
-        return warp.registers[self.row, lanes]
+        found: np.ndarray = warp.registers[self.row, lanes]
+        return found
 
 
 def lowest(mask: int) -> int:

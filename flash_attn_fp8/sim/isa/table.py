@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
     from flash_attn_fp8.sim.ptx.program import Instruction
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Handler = Callable[[Any, int], Any]
 Binder = Callable[["Context", "Instruction"], Handler]
 Macro = Callable[["Context", "Instruction"], None]
@@ -54,9 +55,22 @@ WIDTH: Mapping[str, int] = MappingProxyType(
         "pred": 1,
         **{f"{kind}{bits}": bits for kind in "bsu" for bits in (8, 16, 32, 64)},
         "b128": 128,
-        **{"f16": 16, "bf16": 16, "f32": 32, "tf32": 32, "f64": 64},
-        **{"s16x2": 32, "u16x2": 32, "f16x2": 32, "bf16x2": 32, "f32x2": 64},
-        **{"e4m3x2": 16, "e5m2x2": 16, "ue8m0x2": 16, "e2m1x2": 8, "e2m3x2": 16, "e3m2x2": 16},
+        "f16": 16,
+        "bf16": 16,
+        "f32": 32,
+        "tf32": 32,
+        "f64": 64,
+        "s16x2": 32,
+        "u16x2": 32,
+        "f16x2": 32,
+        "bf16x2": 32,
+        "f32x2": 64,
+        "e4m3x2": 16,
+        "e5m2x2": 16,
+        "ue8m0x2": 16,
+        "e2m1x2": 8,
+        "e2m3x2": 16,
+        "e3m2x2": 16,
     }
 )
 
@@ -82,9 +96,15 @@ ROUNDINGS: Mapping[str, int] = MappingProxyType({"rn": RN, "rz": RZ, "rm": RM, "
 _MODIFIERS: Mapping[str, int] = MappingProxyType(
     {
         **ROUNDINGS,
-        **{"ftz": FTZ, "sat": SAT, "relu": RELU, "NaN": NAN, "satfinite": SATFINITE},
-        **{"xorsign": XORSIGN, "abs": 0},  # .xorsign.abs, always together
-        **{"approx": 0, "uni": 0},
+        "ftz": FTZ,
+        "sat": SAT,
+        "relu": RELU,
+        "NaN": NAN,
+        "satfinite": SATFINITE,
+        "xorsign": XORSIGN,
+        "abs": 0,  # .xorsign.abs, always together
+        "approx": 0,
+        "uni": 0,
     }
 )
 
@@ -166,17 +186,17 @@ def lane(
     takes_mode: bool = False,
     hot: str = "",
     fast: Callable[..., Any] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[_Function], _Function]:
     """Register a handler for `stem` at each of `types`.
 
     `types` is like "f32 f64"; "f32,bf16" is a pair of types, and "u32=s32" says that for u32 the
-    operation of s32 does ("f32=fma.f32": that of another stem). `sources` and `result` name types, with T, U and 2T as in
-    `_resolve`. `requires` lists groups of modifiers ("rn rz"), of each of which the opcode must
-    have one; `hot` the types that get a loop over a full warp. A stem that begins with `_` is for
-    macros alone.
+    operation of s32 does ("f32=fma.f32": that of another stem). `sources` and `result` name types,
+    with T, U and 2T as in `_resolve`. `requires` lists groups of modifiers ("rn rz"), of each of
+    which the opcode must have one; `hot` the types that get a loop over a full warp. A stem that
+    begins with `_` is for macros alone.
     """
 
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def register(handler: _Function) -> _Function:
         signatures = {}
         for kind in types.split():
             own, _, other = kind.partition("=")
@@ -193,7 +213,13 @@ def lane(
             if name in OPERATIONS:
                 raise ValueError(f"operation {name} is registered twice")
             OPERATIONS[name] = Operation(
-                name, device(handler), signature.result, signature.sources, takes_mode, own in hot.split(), fast
+                name,
+                device(handler),
+                signature.result,
+                signature.sources,
+                takes_mode,
+                own in hot.split(),
+                fast,
             )
         groups = tuple(frozenset(group.split()) for group in requires)
         FORMS.setdefault(stem, []).append(Form(stem, signatures, modifiers, groups))
@@ -236,4 +262,4 @@ def find_stem(parts: tuple[str, ...]) -> str | None:
 
 def lanes(mask: int) -> npt.NDArray[np.bool_]:
     """`bool[32]`: which lanes a mask holds."""
-    return (np.uint32(mask) >> np.arange(32, dtype=np.uint32)) & 1 != 0
+    return np.asarray((np.uint32(mask) >> np.arange(32, dtype=np.uint32)) & 1, dtype=np.bool_)

@@ -22,6 +22,7 @@ from flash_attn_fp8.sim.isa.asyncform import (
     Form,
     SharedOperand,
     Target,
+    check_one_process,
     each_lane,
     operands_of,
     own_shared,
@@ -103,6 +104,7 @@ def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> N
     groups = bulk_groups(w, lane)
     tile = _read_tile(w, box, offset, groups.actor, groups.open)
     if operation is not None:
+        check_one_process(w)
         if np.unique(box.offsets).size != box.rows:
             raise Unmodelled(f"a reduction into rows that overlap: {box}")
         combine = reduction.reduction(operation, _reduction_type(m, operation))
@@ -116,11 +118,10 @@ def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> N
 
 def _reduction_type(m: TensorMap, operation: str) -> str:
     type_ = m.type
-    if operation in ("and", "or", "xor") and type_ in ("u32", "s32", "u64", "s64"):
-        type_ = "b" + type_[1:]
-    if type_ == "f32.ftz":
-        type_ = "f32"
-    if type_ == "f64" or type_ not in reduction.GLOBAL[operation]:
+    if operation in ("and", "or", "xor") and type_ in ("u32", "s32", "u64"):
+        type_ = "b" + type_[1:]  # of s64 it is an illegal instruction on an H200
+    listed = type_.removesuffix(".ftz")
+    if listed == "f64" or listed not in reduction.GLOBAL[operation]:
         raise Unmodelled(f".{operation} of {type_}, which the manual's table does not have: {m}")
     return type_
 

@@ -39,7 +39,7 @@ def operand(text: str) -> Operand:
         return Sink()
     if text.startswith("!"):
         return Negated(Register(text[1:]))
-    if re.match(r"%(tid|ctaid|laneid|clock)", text):
+    if re.match(r"%(tid|ctaid|laneid|clock|pm)", text):
         return Special(text)
     if text.startswith("%"):
         return Register(text)

@@ -190,13 +190,29 @@ def test_three_input_maximum_is_the_maximum_of_the_maximum(
         assert _simulated(opcode, "f32", a, b, c) == chained
 
 
-@settings(max_examples=100, deadline=None)
-@given(_codes("f16"), _codes("f32"), _codes("f32"))
-def test_mixed_fma_takes_the_narrow_factor_exactly(a: int, b: int, c: int) -> None:
-    inputs = np.array([[a, a ^ 1, c]], dtype=np.uint64)
-    got = run_lines(["fma.rn.f32.f16 $0, %0, %1, %2"], ["f16", "f16", "f32"], ["f32"], inputs)
-    exact = _product(_number(a, "f16"), _number(a ^ 1, "f16"))
-    assert _same(int(got[0, 0]), _sum_code(exact, _number(c, "f32"), "f32", "rn"), "f32")
+@pytest.mark.parametrize("narrow", ["f16", "bf16"])
+@pytest.mark.parametrize("direction", ["rn", "rz", "rm", "rp"])
+def test_mixed_precision_takes_the_narrow_source_exactly(narrow: str, direction: str) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(_codes(narrow), _codes(narrow), _codes("f32"))
+    def check(a: int, b: int, c: int) -> None:
+        x, y, z = _number(a, narrow), _number(b, narrow), _number(c, "f32")
+        lines = [
+            f"fma.{direction}.f32.{narrow} $0, %0, %1, %2",
+            f"add.{direction}.f32.{narrow} $1, %0, %2",
+            f"sub.{direction}.f32.{narrow} $2, %0, %2",
+        ]
+        inputs = np.array([[a, b, c]], dtype=np.uint64)
+        got = run_lines(lines, [narrow, narrow, "f32"], ["f32"] * 3, inputs)[0]
+        wanted = (
+            _sum_code(_product(x, y), z, "f32", direction),
+            _sum_code(x, z, "f32", direction),
+            _sum_code(x, -z, "f32", direction),
+        )
+        for result, code in zip(got, wanted, strict=True):
+            assert _same(int(result), code, "f32")
+
+    check()
 
 
 def test_ex2_and_lg2_of_powers_of_two_are_exact() -> None:

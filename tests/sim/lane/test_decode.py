@@ -67,7 +67,7 @@ def test_immediates(line: str, result: str, bits: int) -> None:
         "cvt.rn.e4m3x2.f32 %rs1, %r1, %r2",
         "setp.lt.b32 %p1, %r1, %r2",
         "setp.equ.s32 %p1, %r1, %r2",
-        "mov.b32 %r1, %clock64",
+        "mov.b32 %r1, %pm0",
         "mov.b32 %r1, {%r2, %r3}",
         "mov.b32 %r1, %undeclared",
         "mov.b16 %rs1, 65536",
@@ -93,9 +93,7 @@ def test_constants_share_rows_and_registers_get_rows_only_where_used() -> None:
 
 
 def test_special_registers_and_addresses_are_filled_per_warp() -> None:
-    code = decode.decode(
-        program("mov.u32 %r1, %tid.x\nmov.u64 %rd1, buffer\nret", _REGISTERS)
-    )
+    code = decode.decode(program("mov.u32 %r1, %tid.x\nmov.u64 %rd1, buffer\nret", _REGISTERS))
     seen = []
 
     def resolve(source: object) -> object:

@@ -493,7 +493,7 @@ def _found(kernel: object, plant: Plant, schedule: object = None) -> tuple[Findi
     return e.value, text
 
 
-def _check(kernel: object, plant: Plant) -> None:
+def check_found(kernel: object, plant: Plant) -> None:
     error, text = _found(kernel, plant)
     message = str(error)
     for pattern in plant.says:
@@ -524,12 +524,12 @@ def test_two_ctas_share_the_tiles():
 
 @pytest.mark.parametrize("name", GEMM)
 def test_in_the_gemm(name):
-    _check(gemm, GEMM[name])
+    check_found(gemm, GEMM[name])
 
 
 @pytest.mark.parametrize("name", CHAIN)
 def test_in_the_two_products(name):
-    _check(chain, CHAIN[name])
+    check_found(chain, CHAIN[name])
 
 
 @pytest.mark.parametrize("name", GEMM)

@@ -140,7 +140,7 @@ def _text(case: tuple[list[str], list[str]], without: int | None) -> str:
     return "\n".join(kept)
 
 
-def _run(text: str, **extra: object) -> None:
+def check_clean(text: str, **extra: object) -> None:
     run(text, aligned((64,), "u4"), grid=2, cluster=2, machine=Machine(**extra))
 
 
@@ -159,17 +159,17 @@ def _needed() -> list[tuple[str, int, str]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_waits_are_clean(name):
-    _run(_whole(CASES[name]))
+    check_clean(_whole(CASES[name]))
     for seed in range(3):
         for kind in (Random, Adversarial):
-            _run(_whole(CASES[name]), schedule=lambda kind=kind, seed=seed: kind(seed))
+            check_clean(_whole(CASES[name]), schedule=lambda kind=kind, seed=seed: kind(seed))
 
 
 @pytest.mark.parametrize(("name", "line", "left_out"), _needed())
 def test_without_it_there_is_a_finding(name, line, left_out):
     """Under round robin, whatever the numbers come out as."""
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        _run(_whole(CASES[name], line))
+        check_clean(_whole(CASES[name], line))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_without_it_there_is_a_finding(name, line, left_out):
 )
 def test_the_wrong_semantics_or_barrier_is_a_finding(first, second):
     with pytest.raises((Race, Uninitialised, Deadlock)) as e:
-        _run(_whole((first, second)))
+        check_clean(_whole((first, second)))
     assert "rank" in str(e.value)
 
 
@@ -204,19 +204,19 @@ def test_initialised_barriers_reach_the_other_cta(fence, barrier, clean):
     init = init.replace(CLUSTER_RELAXED, barrier)
     text = _SETUP + init + _BRANCH + _text(([arrive_there(10)], [wait(10)]), None) + _END
     if clean:
-        _run(text)
+        check_clean(text)
     else:
         with pytest.raises(
             Race, match=r"nothing makes its initialisation by mbarrier\.init of warp 0 of"
         ):
-            _run(text)
+            check_clean(text)
 
 
 def test_without_a_cluster_barrier_a_barrier_may_not_exist_yet():
     init = _INIT.replace(CLUSTER_RELAXED, "").replace(CLUSTER_WAIT, "")
     text = _SETUP + init + _BRANCH + _text(([arrive_there(10)], [wait(10)]), None) + _END
     with pytest.raises((Race, BarrierMisuse), match=r"mbarrier"):
-        _run(text)
+        check_clean(text)
 
 
 @pytest.mark.parametrize("access", [STORE_THERE, arrive_there(10), COPY_ACROSS])
@@ -224,7 +224,7 @@ def test_a_cta_that_exits_while_the_other_uses_its_memory(access):
     """The last cluster barrier, or a wait for the arrival, keeps it alive."""
     case = ([STORE, PROXY_FENCE, access], [EXPECT] if access is COPY_ACROSS else [])
     with pytest.raises(Race, match=r"cta\([01], 0, 0\) exits (while|without)"):
-        _run(_SETUP + _INIT + _BRANCH + _text(case, None) + "\nEND:\n")
+        check_clean(_SETUP + _INIT + _BRANCH + _text(case, None) + "\nEND:\n")
 
 
 # ------------------------------------------------------------------------------- pairs of CTAs
@@ -299,10 +299,10 @@ def _pair(case: tuple[list[str], list[str]], without: int | None = None) -> str:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_with_the_right_waits_are_clean(name):
-    _run(_pair(PAIRS[name]))
+    check_clean(_pair(PAIRS[name]))
     for seed in range(3):
         for kind in (Random, Adversarial):
-            _run(_pair(PAIRS[name]), schedule=lambda kind=kind, seed=seed: kind(seed))
+            check_clean(_pair(PAIRS[name]), schedule=lambda kind=kind, seed=seed: kind(seed))
 
 
 @pytest.mark.parametrize(
@@ -316,9 +316,9 @@ def test_pairs_with_the_right_waits_are_clean(name):
 )
 def test_pairs_without_it_are_a_finding(name, line):
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        _run(_pair(PAIRS[name], line))
+        check_clean(_pair(PAIRS[name], line))
 
 
 def test_a_commit_to_one_cta_tells_only_that_one():
     with pytest.raises((Race, Deadlock), match="rank 1"):
-        _run(_pair(([MMA, COMMIT_OWN, wait(10)], [wait(10), TMEM_LOAD])))
+        check_clean(_pair(([MMA, COMMIT_OWN, wait(10)], [wait(10), TMEM_LOAD])))

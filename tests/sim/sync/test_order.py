@@ -13,7 +13,7 @@ import re
 
 import pytest
 
-from flash_attn_fp8.sim.errors import Deadlock, Race, Uninitialised
+from flash_attn_fp8.sim.errors import BarrierMisuse, Deadlock, Race, Uninitialised
 from flash_attn_fp8.sim.machine import Machine
 from flash_attn_fp8.sim.schedule import Adversarial, Random
 from tests.sim.programs import aligned, run
@@ -63,8 +63,8 @@ def arrive(barrier: int) -> str:
 def wait(barrier: int, parity: int = 0) -> str:
     label = f"W{barrier}_{parity}"
     return (
-        f"{{ .reg .pred q; {label}: mbarrier.try_wait.parity.shared.b64 q, [%r{barrier}], {parity}; "
-        f"@!q bra {label}; }}"
+        f"{{ .reg .pred q; {label}: mbarrier.try_wait.parity.shared.b64 q, [%r{barrier}], "
+        f"{parity}; @!q bra {label}; }}"
     )
 
 
@@ -135,7 +135,8 @@ def _needed() -> list[tuple[str, int, str]]:
 def test_the_right_waits_are_clean(name: str) -> None:
     """No finding under round robin, nor under schedules that delay what they can."""
     source = aligned((64,), "u4")
-    run(_text(*CASES[name], None), source, warps=2)
+    done = run(_text(*CASES[name], None), source, warps=2)
+    assert done.warp_instructions > 0
     for seed in range(4):
         for schedule in (Random, Adversarial):
             machine = Machine(schedule=lambda kind=schedule, s=seed: kind(s))
@@ -156,16 +157,25 @@ def test_relaxed_arrivals_hand_nothing_on() -> None:
         run(_text([STORE, relaxed], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2)
 
 
+def test_a_copy_comes_after_the_waits_before_it() -> None:
+    """In a pair of CTAs, bytes alone tell that the second one has waited for its buffer."""
+    consumer = [EXPECT, wait(10), LOAD, arrive(11)]
+    run(_text([wait(11, 1), COPY_IN], consumer, None), aligned((64,), "u4"), warps=2)
+    with pytest.raises((BarrierMisuse, Deadlock)):
+        run(_text([COPY_IN, wait(11, 1)], consumer, None), aligned((64,), "u4"), warps=2)
+
+
 def test_a_flipped_phase_is_a_finding() -> None:
     """Before the copy it passes at once and orders nothing; after it, it never passes."""
     kinds = set()
     for seed in range(8):
         machine = Machine(schedule=lambda s=seed: Adversarial(s))
+        text = _text([EXPECT, COPY_IN], [wait(10, 1), LOAD], None)
         with pytest.raises((Race, Uninitialised, Deadlock)) as e:
-            text = _text([EXPECT, COPY_IN], [wait(10, 1), LOAD], None)
             run(text, aligned((64,), "u4"), warps=2, machine=machine)
         kinds.add(e.type)
-    assert Deadlock in kinds and kinds & {Race, Uninitialised}
+    assert Deadlock in kinds
+    assert kinds & {Race, Uninitialised}
 
 
 @pytest.mark.parametrize("nbytes", [15, 17, 32])
@@ -178,19 +188,14 @@ def test_expecting_other_bytes_than_arrive_is_a_deadlock_that_says_so(nbytes: in
 def test_expecting_no_bytes_is_a_race() -> None:
     """The phase ends without the copy, which may still be under way."""
     machine = Machine(schedule=lambda: Adversarial(0))
+    text = _text([EXPECT.replace("16;", "0;"), COPY_IN], [wait(10), LOAD], None)
     with pytest.raises((Race, Uninitialised)):
-        expect = EXPECT.replace("16;", "0;")
-        run(
-            _text([expect, COPY_IN], [wait(10), LOAD], None),
-            aligned((64,), "u4"),
-            warps=2,
-            machine=machine,
-        )
+        run(text, aligned((64,), "u4"), warps=2, machine=machine)
 
 
 def test_a_deadlock_names_waiter_barrier_and_what_is_missing() -> None:
     with pytest.raises(Deadlock) as e:
         run(_text([], [wait(12)], None), aligned((64,), "u4"), warps=2)
     text = str(e.value)
-    assert "warp 1" in text and "mbarrier 0x2410" in text and "1 of 1 arrivals" in text
-    assert "mbarrier.try_wait" in text
+    for part in ("warp 1", "mbarrier 0x2410", "1 of 1 arrivals", "mbarrier.try_wait"):
+        assert part in text

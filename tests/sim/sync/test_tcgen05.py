@@ -1,7 +1,8 @@
 """Truth tables of the tensor core's synchronisation, as `test_order.py` has them for the rest.
 
 Two warps share one accumulator D, and A and B in shared memory (written, and visible to the tensor
-core) or A in tensor memory. Each case is clean as written and a finding without any line marked `!`.
+core) or A in tensor memory. Each case is clean as written and a finding without any line marked
+`!`.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _text(case: tuple[list[str], list[str]], without: int | None) -> str:
     return _PROLOGUE + "\n".join(kept) + _EPILOGUE
 
 
-def _run(text: str, **extra: object) -> None:
+def check_clean(text: str, **extra: object) -> None:
     run(text, aligned((16,), "u4"), warps=2, machine=Machine(**extra))
 
 
@@ -180,17 +181,17 @@ def _needed() -> list[tuple[str, int, str]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_waits_are_clean(name):
-    _run(_text(CASES[name], None))
+    check_clean(_text(CASES[name], None))
     for seed in range(3):
         for kind in (Random, Adversarial):
-            _run(_text(CASES[name], None), schedule=lambda kind=kind, seed=seed: kind(seed))
+            check_clean(_text(CASES[name], None), schedule=lambda kind=kind, seed=seed: kind(seed))
 
 
 @pytest.mark.parametrize(("name", "line", "left_out"), _needed())
 def test_without_it_there_is_a_finding(name, line, left_out):
     """Under round robin, whatever the numbers come out as."""
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        _run(_text(CASES[name], line))
+        check_clean(_text(CASES[name], line))
 
 
 @pytest.mark.parametrize(
@@ -204,5 +205,5 @@ def test_without_it_there_is_a_finding(name, line, left_out):
 )
 def test_the_wrong_commit_or_wait_is_a_finding(first, second):
     with pytest.raises(Finding) as e:
-        _run(_text((first, second), None))
+        check_clean(_text((first, second), None))
     assert "tensor" in str(e.value) or "phase" in str(e.value)

@@ -35,17 +35,14 @@ def elements(m: TensorMap, coordinates: tuple[int, ...], shared: int):
     ranges = [range(-(-b // s)) for b, s in zip(m.box, steps, strict=True)]
     row_bytes = m.box[0] * m.size
     pitch = row_bytes if m.swizzle == "none" else int(m.swizzle[:-1])
-    row = 0
-    for outer in itertools.product(*reversed(ranges[1:])):
+    for row, outer in enumerate(itertools.product(*reversed(ranges[1:]))):
         index = outer[::-1]
         for i in ranges[0]:
             at = [coordinates[0] + i]
             at += [c + k * s for c, k, s in zip(coordinates[1:], index, steps[1:], strict=True)]
             inside = all(0 <= a < d for a, d in zip(at, m.dims, strict=True))
             offset = at[0] * m.size + sum(a * s for a, s in zip(at[1:], m.strides, strict=True))
-            # An element wider than the 8 bytes of a flip's unit does not exist.
             yield (offset if inside else None), swizzled(shared + row * pitch + i * m.size, m)
-        row += 1
 
 
 def load(m: TensorMap, data: np.ndarray, coordinates: tuple[int, ...], image: np.ndarray, at: int):

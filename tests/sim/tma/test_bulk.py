@@ -21,9 +21,7 @@ from flash_attn_fp8.sim.schedule import RoundRobin
 from flash_attn_fp8.sim.tensormap import TensorMap, decode, encode
 from tests.sim.tma.rig import BARRIER, DATA, Late, Rig, aligned
 
-IN = (
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%rd0], %r2, [%r1];"
-)
+IN = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r0], [%rd0], %r2, [%r1];"
 OUT = "cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r0], %r2;"
 ACROSS = (
     "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
@@ -158,6 +156,18 @@ def test_reductions_into_global_memory():
     text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.max.u32 [%rd0], [%r0], 64;"
     rig.run(text, r0=DATA, rd0=data.ctypes.data)
     np.testing.assert_array_equal(data, np.maximum(before, image[:16]))
+
+
+def test_reductions_between_processes_are_unmodelled():
+    data = aligned(64)
+    rig = Rig(data)
+    _written(rig)
+    rig.cluster.memory.processes = True
+    with pytest.raises(Unmodelled, match="workers=1"):
+        rig.run(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.max.u32 [%rd0], [%r0], 64;",
+            r0=DATA, rd0=data.ctypes.data,
+        )  # fmt: skip
 
 
 def test_reductions_by_several_threads_into_one_ctas_shared_memory():
@@ -373,7 +383,7 @@ def test_cp_async_is_seen_after_its_group(waits, seen, schedule):
         if seen[place]:
             np.testing.assert_array_equal(rig.read(DATA + 512 * place, 512), data[:512])
         else:
-            with pytest.raises(Race, match="cp.async copies of warp 0"):
+            with pytest.raises(Race, match=r"cp\.async copies of warp 0"):
                 rig.read(DATA + 512 * place, 512)
 
 
@@ -396,7 +406,7 @@ def test_cp_async_needs_a_proxy_fence_before_asynchronous_reads():
             rig.run(OUT, r0=DATA, rd0=data.ctypes.data, r2=64)
             assert rig.warp().groups["bulk", 0].open == 1
         else:
-            with pytest.raises(Race, match="cp.async"):
+            with pytest.raises(Race, match=r"cp\.async"):
                 rig.run(OUT, r0=DATA, rd0=data.ctypes.data, r2=64)
 
 
@@ -415,7 +425,7 @@ def test_an_mbarrier_waits_for_the_copies_before_it(schedule):
         assert rig.cluster.pending.deliver_next()
     other.acquire(barrier.completed)
     np.testing.assert_array_equal(rig.read(DATA, 512, other), data[:512])
-    with pytest.raises(Race, match="cp.async"):
+    with pytest.raises(Race, match=r"cp\.async"):
         rig.read(DATA + 512, 512, other)
 
 
@@ -430,7 +440,7 @@ def test_an_arrival_without_noinc_is_one_more_than_expected():
 
 def test_too_many_arrivals_are_misuse():
     rig = Rig()
-    with pytest.raises(BarrierMisuse, match="cp.async of warp 0"):
+    with pytest.raises(BarrierMisuse, match=r"cp\.async of warp 0"):
         rig.run("cp.async.mbarrier.arrive.noinc.shared.b64 [%r1];", mask=0b11, r1=BARRIER)
 
 

@@ -50,7 +50,11 @@ _MODULE = """
 }}
 """
 
-_SCHEDULES = [RoundRobin, *(lambda s=s: Random(s) for s in range(4)), *(lambda s=s: Adversarial(s) for s in range(4))]
+_SCHEDULES = [
+    RoundRobin,
+    *(lambda s=s: Random(s) for s in range(4)),
+    *(lambda s=s: Adversarial(s) for s in range(4)),
+]
 
 
 def _wait(barrier: str, parity: int = 0) -> str:
@@ -158,7 +162,8 @@ MULTICAST = """
     mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 2048;
     shl.b32 %r4, %r3, 10;
     add.u32 %r5, %r0, %r4;
-    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%r5], [%rd0, {%r10, %r11}], [%r1], 3;
+    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes\
+.multicast::cluster [%r5], [%rd0, {%r10, %r11}], [%r1], 3;
     WAIT
     shl.b32 %r11, %r3, 4;
     cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd1, {%r10, %r11}], [%r0];
@@ -184,7 +189,8 @@ PEER = """
     @!%p0 bra DONE;
     setp.eq.u32 %p1, %r3, 0;
     @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 4096;
-    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2 [%r0], [%rd0, {%r10, %r11}], [%r6];
+    cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes\
+.cta_group::2 [%r0], [%rd0, {%r10, %r11}], [%r6];
     @!%p1 bra DONE;
     WAIT
     cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd1, {%r10, %r11}], [%r0];
@@ -244,9 +250,13 @@ def test_cp_async_by_one_warp_for_another(schedule):
 
 @pytest.mark.parametrize("line", ["fence.proxy.async.shared::cta;", _wait("%r1")])
 def test_what_cp_async_needs_before_a_bulk_copy(line):
-    with pytest.raises(Race, match="cp.async copies of warp 0"):
+    with pytest.raises(Race, match=r"cp\.async copies of warp 0"):
         _run(
-            AMPERE.replace(line, ""), _tensor((64, 16), 1), _tensor((64, 16), None), warps=2, count=32
+            AMPERE.replace(line, ""),
+            _tensor((64, 16), 1),
+            _tensor((64, 16), None),
+            warps=2,
+            count=32,
         )
 
 

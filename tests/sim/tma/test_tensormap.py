@@ -83,9 +83,7 @@ def test_unknown_bits_elsewhere_are_unmodelled(byte):
 
 @pytest.mark.parametrize("byte", [16, 20, 24, 40, 44, 48, 57, 58, 59])
 def test_fields_of_dimensions_that_a_map_does_not_have_must_be_zero(byte):
-    small = replace(
-        MAP, dims=(64, 32), strides=(128,), box=(64, 2), element_strides=(1, 1)
-    )
+    small = replace(MAP, dims=(64, 32), strides=(128,), box=(64, 2), element_strides=(1, 1))
     raw = bytearray(encode(small))
     raw[byte] = 1
     with pytest.raises(Unmodelled, match=f"at byte {byte}"):
@@ -177,9 +175,7 @@ def test_what_the_driver_refuses_is_refused(case):
     ],
 )
 def test_replace_changes_one_field(field, ordinal, value, expected):
-    assert decode(tensormap.replace(encode(MAP), field, ordinal, value)) == replace(
-        MAP, **expected
-    )
+    assert decode(tensormap.replace(encode(MAP), field, ordinal, value)) == replace(MAP, **expected)
 
 
 def test_replace_by_tf32_and_back():

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from flash_attn_fp8.call import describe
-from flash_attn_fp8.checks import MAX_SPLITS
+from flash_attn_fp8.call import describe, literal
+from flash_attn_fp8.check_buffers import check_mapped, overlaps
+from flash_attn_fp8.check_options import MAX_SPLITS
+from flash_attn_fp8.checks import check_autograd
 from flash_attn_fp8.errors import Refusal
 from flash_attn_fp8.formats import dtype_name
 
@@ -54,7 +56,8 @@ def flash_attn_combine(
         >>> out.shape, round(float(lse[0, 0, 0]), 4)
         (torch.Size([1, 3, 4, 8]), 0.6931)
     """
-    _check(out_partial, lse_partial, out, out_dtype, cu_seqlens, seqused, virtual_batch_idx)
+    lengths = cu_seqlens, seqused
+    _check(out_partial, lse_partial, out, out_dtype, lengths, virtual_batch_idx, return_lse)
     dtype = out_dtype or (out.dtype if out is not None else out_partial.dtype)
     eager = type(out_partial) is Tensor and not is_in_torch_dispatch_mode()
     if torch.compiler.is_compiling() or out_partial.is_meta or not eager:
@@ -62,6 +65,7 @@ def flash_attn_combine(
     else:
         merged, lse = _combine(out_partial, lse_partial, cu_seqlens, seqused, dtype)
     if out is not None:
+        check_mapped("out", out, merged)
         merged = out.copy_(merged)
     return merged, (lse if return_lse else None)
 
@@ -126,19 +130,24 @@ def _check(
     lse_partial: Tensor,
     out: Tensor | None,
     out_dtype: torch.dtype | None,
-    cu_seqlens: Tensor | None,
-    seqused: Tensor | None,
+    lengths: tuple[Tensor | None, Tensor | None],
     virtual_batch_idx: Tensor | None,
+    return_lse: bool,
 ) -> None:
-    refusal = Refusal()
+    refusal, (cu_seqlens, seqused) = Refusal(), lengths
     bad = refusal.invalid.append
     shown = f"out_partial={describe(out_partial)}, lse_partial={describe(lse_partial)}"
     call = f"flash_attn_combine({shown})"
     given = {"out_partial": out_partial, "lse_partial": lse_partial}
     optional = {"out": out, "cu_seqlens": cu_seqlens, "seqused": seqused}
-    for name, t in (given | {n: t for n, t in optional.items() if t is not None}).items():
+    given |= {n: t for n, t in optional.items() if t is not None}
+    for name, t in given.items():
         if not isinstance(t, Tensor):
             bad(f"{name} must be a torch.Tensor, got {describe(t)}")
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        bad(f"out_dtype={literal(out_dtype)} must be a torch.dtype: that of fp32, bf16, fp16")
+    if not isinstance(return_lse, bool):
+        bad(f"return_lse={literal(return_lse)} must be True or False")
     if refusal.invalid:
         raise refusal.error(call)
     if virtual_batch_idx is not None:
@@ -156,13 +165,13 @@ def _check(
         bad(f"output cannot be {dtype_name(dtype)}; it can be fp32, bf16, fp16")
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
         bad(f"out must be {dtype_name(dtype)}{list(out_partial.shape[1:])}, got {describe(out)}")
+    elif out is not None and overlaps(out):
+        bad(f"out has strides {list(out.stride())}, in which elements share memory; clone it")
     _check_lengths(out_partial, cu_seqlens, seqused, refusal)
-    others = {"lse_partial": lse_partial, "out": out, "cu_seqlens": cu_seqlens, "seqused": seqused}
-    for name, other in others.items():
-        if other is not None and other.device != out_partial.device:
+    for name, other in given.items():
+        if other.device != out_partial.device:
             bad(f"{name} is on {other.device}, out_partial on {out_partial.device}")
-    if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
-        refusal.unsupported.append("this package is forward only; call it under torch.no_grad()")
+    check_autograd(given, refusal)
     if refusal.reasons:
         raise refusal.error(call)
 

@@ -143,24 +143,34 @@ class Mbarrier:
 class NamedBarrier:
     """`barrier` of a CTA, or of a cluster: warps arrive, and some of them wait.
 
-    `threads` is the expected number in the current round; `rounds` the completed ones.
+    `threads` is the expected number in the current round; `rounds` the completed ones. Who has
+    exited is not waited for where `everyone` is expected.
     """
 
     name: str
     threads: int = 0
     arrived: int = 0
     rounds: int = 0
+    everyone: bool = False
     arriving: Clocks = field(default_factory=Clocks.zero)
     completed: Clocks = field(default_factory=Clocks.zero)
     arrived_by: list[str] = field(default_factory=list)
     waiters: list[Warp] = field(default_factory=list)
 
-    def arrive(self, threads: int, expected: int, clocks: Clocks, who: str) -> None:
+    def of_all(self, warps: list[Warp]) -> int:
+        """How many threads the current round expects if it is for all that have not exited."""
+        if self.arrived and self.everyone:
+            return self.threads
+        return 32 * sum(not warp.exited for warp in warps)
+
+    def arrive(
+        self, threads: int, expected: int, clocks: Clocks, who: str, *, everyone: bool = False
+    ) -> None:
         if self.arrived and self.threads != expected:
             raise BarrierMisuse(
                 f"{self.name}: {who} expects {expected} threads, those before {self.threads}"
             )
-        self.threads = expected
+        self.threads, self.everyone = expected, everyone
         self.arrived += threads
         if self.arrived > expected:
             raise BarrierMisuse(
@@ -169,7 +179,16 @@ class NamedBarrier:
             )
         self.arriving.join(clocks)
         self.arrived_by.append(who)
-        if self.arrived == expected:
+        self._complete()
+
+    def exits(self, threads: int) -> None:
+        """So many have exited that had not arrived in this round."""
+        if self.arrived and self.everyone:
+            self.threads -= threads
+            self._complete()
+
+    def _complete(self) -> None:
+        if self.arrived == self.threads:
             self.rounds += 1
             self.arrived = 0
             self.arriving, self.completed = self.completed, self.arriving

@@ -35,6 +35,13 @@ def _by_address(addresses: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
+def _sums(w: Warp, mask: int, target: AddressOperand, value: ValueOperand) -> list[tuple[int, int]]:
+    """(address, the sum of its lanes' values): each lane executes for itself."""
+    lanes = w.lanes(mask)
+    addresses, given = target.of(w, lanes) & 0xFFFFFFFF, value.of(w, lanes)
+    return [(at, int(given[addresses == at].sum())) for at in np.unique(addresses).tolist()]
+
+
 # --------------------------------------------------------------------------------- mbarriers
 
 
@@ -48,8 +55,11 @@ def init(ctx: Context, instruction: Instruction) -> Handler:
     )
 
     def handler(w: Warp, mask: int) -> None:
-        for address, _ in _by_address(target.of(w, w.lanes(mask))):
-            expected, offset = count.one(w, mask), address & OFFSET_MASK
+        lanes = w.lanes(mask)
+        addresses = target.of(w, lanes) & 0xFFFFFFFF
+        for address, _ in _by_address(addresses):
+            expected = int(count.of(w, lanes[addresses == address])[-1])
+            offset = address & OFFSET_MASK
             if not 1 <= expected <= _MAX_COUNT:
                 raise BarrierMisuse(f"mbarrier.init with count {expected}, not 1 to {_MAX_COUNT}")
             if address % 8:
@@ -109,9 +119,10 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
                 w.registers[state, lanes[addresses == address]] = barrier.phase
             if expects:
                 barrier.expect_tx(amount, w.name)
+            arrived = arrivals if expects else amount
             if drops:
-                barrier.count -= arrivals
-            barrier.arrive(arrivals if expects else amount, clocks, w.name)
+                barrier.count -= arrived
+            barrier.arrive(arrived, clocks, w.name)
 
     return handler
 
@@ -126,8 +137,8 @@ def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
     )
 
     def handler(w: Warp, mask: int) -> None:
-        for address, times in _by_address(target.of(w, w.lanes(mask))):
-            w.mbarrier(address).expect_tx(times * nbytes.one(w, mask), w.name)
+        for address, total in _sums(w, mask, target, nbytes):
+            w.mbarrier(address).expect_tx(total, w.name)
 
     return handler
 
@@ -142,10 +153,9 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
     )
 
     def handler(w: Warp, mask: int) -> None:
-        for address, times in _by_address(target.of(w, w.lanes(mask))):
+        for address, total in _sums(w, mask, target, nbytes):
             barrier = w.mbarrier(address)
-            amount = times * nbytes.one(w, mask)
-            barrier.complete_tx(amount, barrier.stamp(), w.name, w.waits_before())
+            barrier.complete_tx(total, barrier.stamp(), w.name, w.waits_before())
 
     return handler
 
@@ -240,12 +250,12 @@ def cta_barrier(ctx: Context, instruction: Instruction) -> Handler:
             at = number.one(w, mask)
             if at > 15:
                 raise BarrierMisuse(f"barrier {at}: a CTA has 16")
-            expected = len(w.cta.warps) * WARP_SIZE if threads is None else threads.one(w, mask)
+            barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
+            expected = barrier.of_all(w.cta.warps) if threads is None else threads.one(w, mask)
             if expected % WARP_SIZE or not expected:
                 raise BarrierMisuse(f"barrier {at} of {expected} threads: not a multiple of 32")
-            barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
             round_ = barrier.rounds
-            barrier.arrive(WARP_SIZE, expected, w.release(), w.name)
+            barrier.arrive(WARP_SIZE, expected, w.release(), w.name, everyone=threads is None)
             if not waits:
                 return None
             w.token = (barrier, round_)
@@ -285,7 +295,8 @@ def cluster_arrive(ctx: Context, instruction: Instruction) -> Handler:
         barrier = w.cluster.barrier
         w.cluster_round = barrier.rounds
         clocks = w.relaxed_release() if "relaxed" in parts else w.release()
-        barrier.arrive(WARP_SIZE, w.cluster.threads, clocks, w.name)
+        warps = [other for cta in w.cluster.ctas for other in cta.warps]
+        barrier.arrive(WARP_SIZE, barrier.of_all(warps), clocks, w.name, everyone=True)
         return None
 
     return handler

@@ -25,7 +25,6 @@ from flash_attn_fp8.sim.memory import (
     WINDOW_MASK,
     WINDOW_OFFSET,
 )
-from flash_attn_fp8.sim.order import Clocks
 from flash_attn_fp8.sim.ptx.program import Instruction, Operand, Sink
 from flash_attn_fp8.sim.state import Warp
 
@@ -181,11 +180,31 @@ def _check_aligned(space: str, addresses: np.ndarray, unit: int) -> None:
         )
 
 
-def _synchronise(w: Warp, space: str, addresses: np.ndarray) -> None:
-    for address in np.unique(addresses).tolist():
-        point = w.cluster.sync_points.setdefault((space, address), Clocks.zero())
+def _sync_keys(space: str, addresses: np.ndarray) -> list[int]:
+    """The places by generic address: one place has one key, however it is named."""
+    if space == "shared":
+        addresses = (addresses & 0xFFFFFFFF) | SHARED_WINDOW
+    elif space not in ("global", "generic"):
+        return []  # nobody else sees it
+    keys: list[int] = np.unique(addresses).tolist()
+    return keys
+
+
+def _take_order(w: Warp, keys: list[int]) -> None:
+    """Before a strong access: its warp takes what those before it left there."""
+    points = w.cluster.sync_points
+    for point in {id(p): p for k in keys if (p := points.get(k)) is not None}.values():
         w.acquire(point)
-        point.join(w.release())
+
+
+def _hand_order(w: Warp, keys: list[int]) -> None:
+    """After it: others may take what its warp has observed, this access included.
+
+    The warp has taken what was there, so that is covered. One snapshot serves all its places: a
+    clock for each would be 8 KB an element of what a kernel reduces into.
+    """
+    if keys:
+        w.cluster.sync_points.update(dict.fromkeys(keys, w.release()))
 
 
 # ---------------------------------------------------------------------------- ld, st
@@ -206,10 +225,11 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = source.of(w, lanes)
-        if form.synchronises:
-            _synchronise(w, form.space, addresses)
-            w.polled = True
+        keys = _sync_keys(form.space, addresses) if form.synchronises else []
+        _take_order(w, keys)
         store_rows(w, lanes, read(w, form.space, addresses, unit, lanes))
+        _hand_order(w, keys)
+        w.polled = form.synchronises
 
     return handler
 
@@ -227,9 +247,10 @@ def store(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = target.of(w, lanes)
+        keys = _sync_keys(form.space, addresses) if form.synchronises else []
+        _take_order(w, keys)
         write(w, form.space, addresses, pack(w, lanes), lanes)
-        if form.synchronises:
-            _synchronise(w, form.space, addresses)
+        _hand_order(w, keys)
 
     return handler
 
@@ -305,11 +326,15 @@ def _source(ctx: Context, operand: Operand, kind: str | None) -> int:
 # ----------------------------------------------------------------------------------- atomics
 
 
-def _f32(f: Callable[[np.float32, np.float32], np.float32]) -> Callable[[int, int], int]:
+def _add_floats(kind: str) -> Callable[[int, int], int]:
+    """The sum of one or two floats, rounded to nearest even."""
+    dtype = {"f16": "<f2", "f32": "<f4", "f64": "<f8"}[kind.removesuffix("x2")]
+    size = WIDTH[kind] // 8
+
     def operate(a: int, b: int) -> int:
-        x, y = np.array([a, b], np.uint32).view(np.float32)
+        x, y = (np.frombuffer(v.to_bytes(size, "little"), dtype) for v in (a, b))
         with np.errstate(all="ignore"):
-            return int(np.array(f(x, y), np.float32).view(np.uint32))
+            return int.from_bytes((x + y).astype(dtype).tobytes(), "little")
 
     return operate
 
@@ -326,9 +351,11 @@ def _signed(f: Callable[[int, int], int], bits: int) -> Callable[[int, int], int
 def _atomic_operation(ctx: Context, name: str, kind: str) -> Callable[[int, int], int]:
     bits = WIDTH[kind]
     modulus = 1 << bits
-    if kind == "f32":
-        known = {"add": _f32(lambda x, y: np.float32(x + y))}
-    elif kind[0] == "s":
+    if kind in ("f16", "f16x2", "f32", "f64"):
+        return _add_floats(kind) if name == "add" else ctx.fail(f"atomic .{name}.{kind}")
+    if kind.rstrip("0123456789") not in ("b", "u", "s"):  # bf16x2, among others
+        ctx.fail(f"atomic .{name}.{kind}")
+    if kind[0] == "s":
         known = {
             "min": _signed(min, bits),
             "max": _signed(max, bits),
@@ -377,7 +404,8 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
         addresses = target.of(w, lanes)
         if w.cluster.memory.processes and form.space != "shared":
             raise Unmodelled("atomics on global memory between processes: use workers=1")
-        _synchronise(w, form.space, addresses)
+        keys, changes = _sync_keys(form.space, addresses), False
+        _take_order(w, keys)
         for i in range(lanes.size):
             lane, address = lanes[i : i + 1], addresses[i : i + 1]
             old = int.from_bytes(read(w, form.space, address, unit, lane).tobytes(), "little")
@@ -389,7 +417,9 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
             stored = np.frombuffer(new.to_bytes(unit, "little"), np.uint8)[None]
             write(w, form.space, address, stored, lane)
             w.registers[into, lane[0]] = old
-        _synchronise(w, form.space, addresses)
+            changes |= new != old
+        _hand_order(w, keys)
+        w.polled = returns and not changes  # a lock that is taken, a flag that is not set
 
     return handler
 

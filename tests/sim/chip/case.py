@@ -77,7 +77,7 @@ Argument = Array | Map | Word
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """`kernel` of `ptx`, launched once. `bound`: see `tests/sim/chip/test_chip.py`; "" is bits."""
+    """`kernel` of `ptx`, launched once. `faults`: neither side may get through."""
 
     name: str
     ptx: str
@@ -86,7 +86,7 @@ class Case:
     ctas: int = 1
     cluster: int = 1
     smem: int = 0
-    bound: str = ""
+    faults: bool = False
 
     @property
     def digest(self) -> str:

@@ -7,6 +7,8 @@ sums need no rounding; the others have the values that rounding depends on.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from tests.sim.chip.case import Case, array, choose, output, random_bytes, random_words, render
@@ -33,8 +35,11 @@ def small(kind: str, seed: str, count: int) -> np.ndarray:
     return bits if kind == "tf32" else (bits >> 16).astype(np.uint16)
 
 
-def wide(kind: str, seed: str, count: int, spread: int) -> np.ndarray:
-    """Finite elements of all significands, with exponents over `spread` binades below 2."""
+def wide(kind: str, seed: str, count: int, spread: int, shift: int = 0) -> np.ndarray:
+    """Finite elements of all significands, with exponents over `spread` binades below 2^(1+shift).
+
+    Only bf16 and tf32 shift.
+    """
     if kind in ("e4m3", "e5m2"):
         bias, mantissa = (7, 3) if kind == "e4m3" else (15, 2)
         codes = random_bytes(seed, count)
@@ -47,7 +52,7 @@ def wide(kind: str, seed: str, count: int, spread: int) -> np.ndarray:
     if kind == "f16":
         field = np.maximum(15 - exponent.astype(np.int64), 0).astype(np.uint32)
         return ((words & 0x83FF) | field << 10).astype(np.uint16)
-    bits = (words & np.uint32(0x807FFFFF)) | (127 - exponent) << 23
+    bits = (words & np.uint32(0x807FFFFF)) | (np.uint32(127 + shift) - exponent) << 23
     return bits if kind in ("tf32", "f32") else (bits >> 16).astype(np.uint16)
 
 
@@ -79,7 +84,7 @@ def _layout(swizzle: str, mn_major: bool, rows: int, size: int) -> tuple[int, in
 def wgmma(
     name: str, n: int, d: str, a: str, b: str, *, swizzle="128B", registers=False, steps=2,
     trans_a=False, trans_b=False, scales=(1, 1), a_data=None, b_data=None, c_data=None,
-    scale_d=True, offset=0, saturate=False, bound="", stride=1,
+    scale_d=True, offset=0, saturate=False, stride=1,
 ) -> Case:  # fmt: skip  # type: ignore[no-untyped-def]
     """`steps` products of m64nNkK. `a_data` and so on make elements from a seed and a count."""
     size = _SIZES[a]
@@ -130,7 +135,7 @@ def wgmma(
         c = small("tf32", f"{name} c", 128 * count)
     return Case(
         f"wgmma {name}", text, (array(left), array(right), array(c), output(512 * count)),
-        threads=128, smem=a_bytes + b_bytes, bound=bound,
+        threads=128, smem=a_bytes + b_bytes,
     )  # fmt: skip
 
 
@@ -139,16 +144,16 @@ def _exact_wgmma() -> list[Case]:
     for kind, d in (("bf16", "f32"), ("f16", "f32"), ("f16", "f16")):
         label = f"{kind} to {d}"
         for swizzle in ("none", "32B", "64B", "128B"):
-            cases.append(wgmma(f"{label} {swizzle}", 32, d, kind, kind, swizzle=swizzle))
+            cases.append(wgmma(f"{label} {swizzle}", 16, d, kind, kind, swizzle=swizzle))
             for ta, tb in ((True, False), (False, True), (True, True)):
                 if d == "f16" and not (ta and tb):
                     continue
                 which = "A" * ta + "B" * tb
                 name = f"{label} {swizzle} MN-major {which}"
-                n = 128 if tb else 32
+                n = {"128B": 128, "64B": 64}.get(swizzle, 32) if tb else 16
                 cases.append(wgmma(name, n, d, kind, kind, swizzle=swizzle, trans_a=ta, trans_b=tb))
             name = f"{label} {swizzle} A in registers"
-            cases.append(wgmma(name, 32, d, kind, kind, swizzle=swizzle, registers=True, steps=3))
+            cases.append(wgmma(name, 16, d, kind, kind, swizzle=swizzle, registers=True, steps=3))
         name = f"{label} A in registers, MN-major B"
         cases.append(wgmma(name, 64, d, kind, kind, registers=True, trans_b=True))
     cases += [
@@ -170,9 +175,9 @@ def _exact_wgmma() -> list[Case]:
     ]
     for a, b in (("e4m3", "e4m3"), ("e5m2", "e5m2"), ("e4m3", "e5m2"), ("e5m2", "e4m3")):
         for d in ("f32", "f16"):
-            cases.append(wgmma(f"{a} {b} to {d}", 32, d, a, b, steps=4))
+            cases.append(wgmma(f"{a} {b} to {d}", 16, d, a, b, steps=4))
             name = f"{a} {b} to {d} A in registers"
-            cases.append(wgmma(name, 32, d, a, b, registers=True, steps=4))
+            cases.append(wgmma(name, 16, d, a, b, registers=True, steps=4))
     for n in (8, 72, 256):
         cases.append(wgmma(f"e4m3 n{n}", n, "f32", "e4m3", "e4m3"))
     for swizzle in ("none", "32B", "64B"):
@@ -233,6 +238,16 @@ def _specials(kind: str):  # type: ignore[no-untyped-def]
     return make
 
 
+def _few(kind: str):  # type: ignore[no-untyped-def]
+    """Mostly zeros, the others of any size."""
+
+    def make(seed: str, count: int) -> np.ndarray:
+        some = wide(kind, seed, count, 15)
+        return np.where(random_words(seed + " few", count) % 8 == 0, some, np.zeros_like(some))
+
+    return make
+
+
 def _subnormals(kind: str):  # type: ignore[no-untyped-def]
     def make(seed: str, count: int) -> np.ndarray:
         if kind in ("e4m3", "e5m2"):
@@ -253,16 +268,15 @@ def _rounding_wgmma() -> list[Case]:
     cases = []
     for kind in ("e4m3", "e5m2", "f16", "bf16", "tf32"):
         fp8 = kind in ("e4m3", "e5m2")
-        bound = "" if fp8 else kind
 
         def make(spread: int, kind: str = kind):  # type: ignore[no-untyped-def]
             return lambda seed, count: wide(kind, seed, count, spread)
 
         def add(label: str, spread: int, c, d="f32", steps=1, left=None, right=None,
-                kind: str = kind, bound: str = bound, make=make) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
+                kind: str = kind, make=make) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
             cases.append(
                 wgmma(
-                    f"{kind} {label}", 16, d, kind, kind, steps=steps, c_data=c, bound=bound,
+                    f"{kind} {label}", 8, d, kind, kind, steps=steps, c_data=c,
                     a_data=left or make(spread), b_data=right or make(spread),
                 )
             )  # fmt: skip
@@ -284,6 +298,19 @@ def _rounding_wgmma() -> list[Case]:
             left=_subnormals(kind),
             right=_subnormals(kind),
         )
+        # Whether subnormals, and zeros, have the exponent of their value or the smallest one.
+        scale, top = {"e4m3": (0, -8), "e5m2": (0, -15), "f16": (0, -14)}.get(kind, (100, -24))
+        large = partial(wide, kind, spread=12, shift=scale)
+        add("of subnormals", 12, _like_sums(24, top), left=_subnormals(kind), right=large)
+        add("of few", 12, _like_sums(30, -16), left=_few(kind), right=_few(kind))
+        if fp8:
+            add("all codes", 31, _like_sums(40, 16))
+            add("all codes, four steps", 31, _like_sums(40, 16), steps=4)
+        if kind in ("bf16", "tf32"):
+            tiny = partial(wide, kind, spread=12, shift=-60)
+            add("tiny", 0, _like_sums(20, -118), left=tiny, right=tiny)
+            large = partial(wide, kind, spread=3, shift=64)
+            add("overflow", 0, _like_sums(4, 126), left=large, right=large)
         if fp8 or kind == "f16":
             add("to f16", 4, _halves, d="f16")
             add("to f16, four steps", 4, _halves, d="f16", steps=4)
@@ -309,12 +336,12 @@ def _huge(kind: str):  # type: ignore[no-untyped-def]
 
 # --------------------------------------------------------------------------------- mma.sync
 
-_WARPS = 8
+_WARPS = 4
 
 
 def mma(
     name: str, k: int, d: str, a: str, b: str, *, a_data=None, b_data=None, c_data=None,
-    saturate=False, bound="",
+    saturate=False,
 ) -> Case:  # fmt: skip  # type: ignore[no-untyped-def]
     """One m16n8kK a warp, in eight warps."""
     k_bytes = k * _SIZES[a]
@@ -348,7 +375,7 @@ def mma(
         c = small("tf32", f"{name} c", words["d"])
     return Case(
         f"mma.sync {name}", text, (array(left), array(right), array(c), output(4 * words["d"])),
-        threads=128, ctas=_WARPS // 4, bound=bound,
+        threads=128, ctas=_WARPS // 4,
     )  # fmt: skip
 
 
@@ -364,7 +391,6 @@ def _mma() -> list[Case]:
         cases.append(mma(f"{kind} k{k} to {d}", k, d, kind, kind))
         if d == "s32":
             continue
-        bound = f"mma.sync {kind}" + (" to f16" if d == "f16" else "")
 
         def make(spread: int, kind: str = kind):  # type: ignore[no-untyped-def]
             return lambda seed, count: wide(kind, seed, count, spread)
@@ -387,13 +413,19 @@ def _mma() -> list[Case]:
                     a_data=make(spread),
                     b_data=make(spread),
                     c_data=c,
-                    bound=bound,
                 )
             )
         name = f"{kind} k{k} to {d} specials"
         cases.append(
-            mma(name, k, d, kind, kind, a_data=_specials(kind), b_data=_specials(kind), bound=bound)
+            mma(name, k, d, kind, kind, a_data=_specials(kind), b_data=_specials(kind))
         )
+        for label, left in (("few", _few(kind)), ("of all", make(31 if kind == "e5m2" else 15))):
+            name = f"{kind} k{k} to {d} {label}"
+            c = _halves if d == "f16" else _like_sums(40, 8)
+            cases.append(mma(name, k, d, kind, kind, a_data=left, b_data=left, c_data=c))
+            if d == "f32":
+                name += " from 0"
+                cases.append(mma(name, k, d, kind, kind, a_data=left, b_data=left, c_data=_zeros))
         name = f"{kind} k{k} to {d} subnormals"
         cases.append(
             mma(
@@ -405,7 +437,6 @@ def _mma() -> list[Case]:
                 a_data=_subnormals(kind),
                 b_data=make(4),
                 c_data=_zeros,
-                bound=bound,
             )
         )
     cases += [

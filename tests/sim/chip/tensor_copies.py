@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -202,6 +203,19 @@ def _stores() -> list[Case]:
     cases.append(_store("every 2. row", m, (8, 1)))
     m = _map("bf16", (36, 20), (32, 8), "64B")
     cases.append(_store("a row that ends within 16 bytes", m, (16, 4)))
+    for type_, dim, columns in (("bf16", 33, 32), ("u8", 21, 32), ("f32", 13, 16), ("u64", 5, 8),
+                                ("u8", 17, 16)):  # fmt: skip
+        m = _map(type_, (dim, 20), (columns, 8), "none", pad=32)
+        cases.append(_store(f"{dim} of {type_} in a row", m, (0, 3)))
+        operation = "max" if type_ == "u64" else "add"
+        if type_ != "u8":
+            before = np.arange(_nbytes(m) // m.size).astype({"bf16": np.uint16, "f32": np.float32, "u64": np.uint64}[type_])
+            cases.append(_store(f"{dim} of {type_} in a row", m, (0, 3), operation, before=before))
+    m = _map("bf16", (33, 20), (32, 8), "none", pad=32)
+    cases.append(_store("past a row's last 16 bytes", m, (40, 3)))
+    cases.append(_store("from a row's last 16 bytes", m, (32, 3)))
+    m = _map("bf16", (33, 6, 3), (64, 4, 2), "128B", pad=32)
+    cases.append(_store("3d of 33 in a row", m, (0, 4, 1)))
     for operation, types in _REDUCTIONS:
         for type_ in types:
             size = TensorMap(0, type_, (1,), (), (16,), (1,)).size
@@ -311,4 +325,19 @@ def _bulks() -> list[Case]:
     return cases
 
 
-CASES = [*_loads(), *_stores(), *_multicasts(), *_replacements(), *_bulks()]
+def _faults() -> list[Case]:
+    m = _map("bf16", (100, 30), (16, 4), "32B")
+    cases = [
+        _load("from the middle of 16 bytes", m, (4, 0)),
+        _load("to the middle of 128 bytes", m, (0, 0), offset=64),
+        _store("at negative coordinates", m, (8, -1)),
+        _store("before a row", m, (-8, 1)),
+        _store("from the middle of 128 bytes", m, (8, 1), offset=64),
+    ]
+    three = _map("bf16", (100, 5, 3), (16, 4, 2), "32B")
+    wrong = _load("2d of a 3d tensor", m, (0, 0))
+    cases.append(replace(wrong, arguments=(Map(three, 1), *wrong.arguments[1:])))
+    return [replace(case, name=f"fault: {case.name}", faults=True) for case in cases]
+
+
+CASES = [*_loads(), *_stores(), *_multicasts(), *_replacements(), *_bulks(), *_faults()]

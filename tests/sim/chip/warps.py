@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests.sim.chip.case import (
@@ -161,6 +163,11 @@ def _atomics() -> list[Case]:
                 line = _atomic_line(opcode, space, address, operation, kind)
                 name = f"{opcode}.{space}.{operation}.{kind}"
                 cases.append(_atomic(name, line, cells, space, kind))
+    for space, register in (("global", "%rd5"), ("shared", "g")):
+        line = f"atom.add.f32 %f0, [{register}], %f6;"
+        if space == "shared":
+            line = f"{{ .reg .b64 g; cvt.u64.u32 g, %r5; cvta.shared.u64 g, g; {line} }}"
+        cases.append(_atomic(f"atom.add.f32 in {space}", line, cells, space, "f32"))
     # All lanes in one cell: only what does not depend on their order can be compared.
     for operation, kind in (("add", "u32"), ("max", "s32"), ("xor", "b64"), ("inc", "u32")):
         for space, address in (("global", "[%rd5]"), ("shared", "[%r5]")):
@@ -281,8 +288,25 @@ def _others() -> list[Case]:
         _recording("cluster", 32, name="cluster of 2", ctas=4, cluster=2, wait=wait("%r2")),
         _recording("cluster", 32, name="cluster of 4", ctas=4, cluster=4, wait=wait("%r2")),
         _recording("special", 96, ctas=3, smem=300),
+        _recording("special", 96, name="special of 628", smem=500),
         _recording("memory", 32, array(random_words("memory", 256)), Word(0x9A8B7F01)),
     ]
 
 
-CASES = [*_shuffles(), *_votes(), *_matrices(), *_atomics(), *_copies(), *_others()]
+def _faults() -> list[Case]:
+    line = "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%v0}, [%r4];"
+    image, values = array(np.zeros(1024, np.uint16)), np.zeros(128, np.uint32)
+    cases = [_matrix("ldmatrix of 8 bytes", line, image, np.arange(32) * 16 + 8, values)]
+    lines = {
+        "atom.shared of half a word": "atom.shared.add.u32 %r8, [%r5+2], %r6;",
+        "atom.global of half a word": "atom.global.add.u32 %r8, [%rd5+2], %r6;",
+        "st.shared of half a vector": "st.shared.v2.u32 [%r5+4], {%r6, %r7};",
+        "st.global of half a vector": "st.global.v2.u32 [%rd5+4], {%r6, %r7};",
+        "trap": "trap;",
+    }
+    cells = np.arange(32)
+    cases += [_atomic(name, line, cells, "global", "u32") for name, line in lines.items()]
+    return [replace(case, name=f"fault: {case.name}", faults=True) for case in cases]
+
+
+CASES = [*_shuffles(), *_votes(), *_matrices(), *_atomics(), *_copies(), *_others(), *_faults()]

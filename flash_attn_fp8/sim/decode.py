@@ -399,7 +399,10 @@ def decode(entry: Entry) -> Code:
         else:
             ctx.suffixes = parts[len(stem.split(".")) :] if changing is None else parts[1:]
             if stem in table.BINDERS:
-                handler = table.BINDERS[stem](ctx, instruction)
+                try:
+                    handler = table.BINDERS[stem](ctx, instruction)
+                except (ValueError, IndexError) as e:  # operands or suffixes unlike any form of it
+                    ctx.fail(f"operands or suffixes of {instruction.opcode} ({e})")
                 handlers[len(ctx.micro)] = handler
                 ctx.emit_raw(TRAP, 0, [])
             elif stem in table.MACROS:

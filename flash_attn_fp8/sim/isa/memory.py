@@ -330,11 +330,15 @@ def _add_floats(kind: str) -> Callable[[int, int], int]:
     """The sum of one or two floats, rounded to nearest even."""
     dtype = {"f16": "<f2", "f32": "<f4", "f64": "<f8"}[kind.removesuffix("x2")]
     size = WIDTH[kind] // 8
+    # PTX: f32 gives 0x7fffffff and f16 0x7fff, as in arithmetic; an H200 agrees for f32.
+    canonical = {"<f2": 0x7FFF, "<f4": 0x7FFFFFFF, "<f8": 0x7FF8000000000000}[dtype]
 
     def operate(a: int, b: int) -> int:
         x, y = (np.frombuffer(v.to_bytes(size, "little"), dtype) for v in (a, b))
         with np.errstate(all="ignore"):
-            return int.from_bytes((x + y).astype(dtype).tobytes(), "little")
+            total = (x + y).astype(dtype)
+        total = np.where(np.isnan(total), canonical, total.view(f"<u{total.itemsize}"))
+        return int.from_bytes(total.astype(f"<u{x.itemsize}").tobytes(), "little")
 
     return operate
 
@@ -375,6 +379,17 @@ def _atomic_operation(ctx: Context, name: str, kind: str) -> Callable[[int, int]
     return known[name]
 
 
+def _in_global(space: str, *addresses: int) -> bool:
+    if space == "generic":
+        return any(address & WINDOW_MASK == 0 for address in addresses)
+    return space == "global"
+
+
+def _flushed(bits: int) -> int:
+    """An f32 with subnormals as zero, its sign kept."""
+    return bits if bits & 0x7F800000 else bits & 0x80000000
+
+
 _ATOMICS = frozenset(
     ["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz"]
 )
@@ -398,11 +413,12 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
     c = ctx.row(operands[2], form.type) if name == "cas" else 0
     operate = None if name == "cas" else _atomic_operation(ctx, name, form.type)
     unit = WIDTH[form.type] // 8
+    flushes = form.type == "f32"  # in global memory only: PTX, and so an H200
 
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = target.of(w, lanes)
-        if w.cluster.memory.processes and form.space != "shared":
+        if w.cluster.memory.processes and _in_global(form.space, *addresses.tolist()):
             raise Unmodelled("atomics on global memory between processes: use workers=1")
         keys, changes = _sync_keys(form.space, addresses), False
         _take_order(w, keys)
@@ -412,6 +428,8 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
             given = int(w.registers[b, lane[0]])
             if operate is None:
                 new = int(w.registers[c, lane[0]]) if old == given else old
+            elif flushes and _in_global(form.space, int(address[0])):
+                new = _flushed(operate(_flushed(old), _flushed(given)))
             else:
                 new = operate(old, given)
             stored = np.frombuffer(new.to_bytes(unit, "little"), np.uint8)[None]

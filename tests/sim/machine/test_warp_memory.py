@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from flash_attn_fp8.sim.errors import Race, Unmodelled
+from flash_attn_fp8.sim.machine import Machine
 from tests.sim.programs import aligned, run
 
 _START = "ld.param.u64 %rd0, [a0];\nmov.u32 %r0, %tid.x;\nmov.u32 %r1, dynamic;\n"
@@ -25,6 +26,51 @@ def test_floats_are_added_as_floats(suffix, dtype, move):
     registers = "%rd2, [%rd0], %rd1" if dtype is np.float64 else "%r3, [%rd0], %r2"
     run(f"{_START}{move}atom.global.{suffix} {registers};", a)
     assert a.tolist() == [49.5] * a.size
+
+
+def test_f32_in_global_memory_flushes_subnormals_and_in_shared_keeps_them():
+    """As PTX says of `atom.add.f32`, and as an H200 did (0 and 1); a NaN is 0x7fffffff there."""
+    a = aligned((3,), np.uint32)
+    run(
+        _START
+        + _ONE_LANE
+        + """mov.b32 %r2, 1;
+        st.shared.u32 [%r1], 0;
+        red.global.add.f32 [%rd0], %r2;
+        red.shared.add.f32 [%r1], %r2;
+        ld.shared.u32 %r3, [%r1];
+        st.global.u32 [%rd0+4], %r3;
+        mov.b32 %r2, 0xFFC12345;
+        red.global.add.f32 [%rd0+8], %r2;
+        END:""",
+        a,
+    )
+    assert a.tolist() == [0, 1, 0x7FFFFFFF]
+
+
+def test_generic_atomics_on_shared_memory_need_no_single_process():
+    a = aligned((1,), np.uint32)
+    run(
+        _START
+        + """cvt.u64.u32 %rd1, %r1;
+        cvta.shared.u64 %rd1, %rd1;
+        setp.eq.u32 %p0, %r0, 0;
+        @%p0 st.u32 [%rd1], 0;
+        bar.warp.sync -1;
+        atom.add.u32 %r2, [%rd1], 2;
+        red.shared::cta.add.u32 [%r1], 1;
+        ld.shared.u32 %r3, [%r1];
+        st.global.u32 [%rd0], %r3;""",
+        a,
+        grid=2,
+        machine=Machine(workers=2),
+    )
+    assert a.tolist() == [96]
+
+
+def test_wrong_operands_are_reported_with_their_line():
+    with pytest.raises(Unmodelled, match=r"line 13: .*shfl\.sync\.idx"):
+        run("shfl.sync.idx.b32 %r1, %r0;")
 
 
 def test_an_atomic_of_an_unknown_type_is_refused():

@@ -38,7 +38,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def forward(call: Call) -> tuple[Tensor, Tensor | None]:
     """Check, plan and execute a call; (out, lse), lse None unless it was asked for."""
     if not torch.compiler.is_compiling() and _is_eager(call.operands):
-        return _forward_eager(call)
+        return _forward_eager(call)  # type: ignore[no-any-return]
     return _forward_through_op(call)
 
 
@@ -98,6 +98,9 @@ def _is_eager(o: Operands) -> bool:
     return plain and not transformed and not dual and not is_in_torch_dispatch_mode()
 
 
+# Where a refusal breaks a graph, Dynamo goes on with each function by itself, and would guard every
+# entry of the memo: minutes, for a process that has seen thousands of calls.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward_eager(call: Call) -> tuple[Tensor, Tensor | None]:
     problem, plan = prepare(call)
     if call.operands.out is not None or call.operands.lse is not None:

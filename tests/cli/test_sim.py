@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the bridge needs CuTe DSL")
 
-_SCRIPT = '''
+_SCRIPT = """
 import sys
 import torch, cutlass, cutlass.cute as cute
 from cutlass.cute.runtime import from_dlpack
@@ -27,7 +27,7 @@ a, b = (torch.randn(256, device="cuda") for _ in range(2))
 c = torch.zeros(256, device="cuda")
 run(*map(from_dlpack, (a, b, c)))
 print("equal", torch.equal(c, a + b), sys.argv[1:])
-'''
+"""
 
 
 def _run(tmp_path: Path, ctas: int, *options: str) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ WIDE_MODULES = {
     "flash_attn_fp8/sim/isa/table.py": "a registration's keywords, all with defaults",
     "flash_attn_fp8/sim/numerics.py": "a format's fields, where compiled code takes no records",
     "flash_attn_fp8/sim/order.py": "a shadow's arrays, where compiled code takes no records",
+    "tests/sim/chip/products.py": "one keyword for each axis of a product, all with defaults",
     "tests/data.py": "one keyword for each axis and format of a random case, all with defaults",
 }
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import warnings
 from types import ModuleType
 
 
@@ -16,7 +17,12 @@ def flash_attn_4() -> ModuleType:
     Raises:
         ImportError: flash-attn-4 is not installed: pip install flash-attn-4
     """
-    name = "flash_attn.cute.interface"
+    with warnings.catch_warnings():  # of what it imports: not its caller's
+        warnings.simplefilter("ignore")
+        return _imported("flash_attn.cute.interface")
+
+
+def _imported(name: str) -> ModuleType:
     if name in sys.modules or importlib.util.find_spec("triton") is not None:
         return importlib.import_module(name)
     import torch._dynamo  # noqa: F401  before the stand-in: it looks into a triton that is there

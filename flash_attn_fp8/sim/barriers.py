@@ -21,6 +21,13 @@ class HasWaiters(Protocol):
     waiters: list[Warp]
 
 
+def wake_all(waiters: list[Warp]) -> None:
+    """Let the listed warps look again whether they can go on; empties the list."""
+    for warp in waiters:
+        warp.wake()
+    waiters.clear()
+
+
 @dataclass
 class Wait:
     """Why lanes of a warp cannot go on: `ready()` tells whether they can now."""
@@ -40,8 +47,8 @@ class Wait:
 class Mbarrier:
     """One mbarrier: `phase` counts the completed ones.
 
-    `pending` arrivals and `tx` bytes are of the current phase. `observed` keeps, for the last two
-    phases, the clocks of everything that arrived.
+    `pending` arrivals and `tx` bytes are of the current phase. `arriving` and `completed` are what
+    everything that arrived had observed, in this phase and in the last.
     """
 
     name: str
@@ -113,9 +120,7 @@ class Mbarrier:
         self.arriving.clear()
         self.arriving.join(self.completed)  # later phases come after earlier ones
         self.arrived_by.clear()
-        for warp in self.waiters:
-            warp.wake()
-        self.waiters.clear()
+        wake_all(self.waiters)
 
     def _check_waited(self) -> None:
         """This phase must not end before those waits that were for the one before it."""
@@ -194,9 +199,7 @@ class NamedBarrier:
             self.arriving, self.completed = self.completed, self.arriving
             self.arriving.clear()
             self.arrived_by.clear()
-            for warp in self.waiters:
-                warp.wake()
-            self.waiters.clear()
+            wake_all(self.waiters)
 
     def missing(self) -> str:
         by = ", ".join(self.arrived_by) or "nobody"

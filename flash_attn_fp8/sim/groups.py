@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from flash_attn_fp8.sim.barriers import Wait
+from flash_attn_fp8.sim.barriers import Wait, wake_all
 from flash_attn_fp8.sim.errors import Unmodelled
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class BulkGroups:
         outstanding[group] -= 1
         if not outstanding[group]:
             del outstanding[group]
-        _wake(self.waiters)
+        wake_all(self.waiters)
 
     def commit(self) -> None:
         self.committed += 1
@@ -117,7 +117,7 @@ class CopyGroups:
             self.outstanding[epoch] -= 1
             if not self.outstanding[epoch]:
                 del self.outstanding[epoch]
-            _wake(self.waiters)
+            wake_all(self.waiters)
 
         pending.add(finish, self.channel)
 
@@ -166,12 +166,6 @@ class CopyGroups:
                 if len(own) > pending_groups:
                     targets.append(own[-pending_groups - 1])
         return min(targets, default=0)
-
-
-def _wake(waiters: list[Warp]) -> None:
-    for warp in waiters:
-        warp.wake()
-    waiters.clear()
 
 
 def bulk_groups(warp: Warp, lane: int) -> BulkGroups:

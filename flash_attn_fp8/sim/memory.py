@@ -103,19 +103,16 @@ class GlobalMemory:
 
     def read(self, addresses: np.ndarray, unit: int) -> np.ndarray:
         """(n, unit) bytes at n addresses."""
-        return self._gather(addresses, unit, False)[0]
+        out = np.empty((addresses.size, unit), np.uint8)
+        for data, index, rows in self._parts(addresses, unit, False):
+            out[rows] = data[index]
+        return out
 
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """Store (n, unit) bytes at n addresses, in order."""
         unit = values.shape[1]
         for data, index, rows in self._parts(addresses, unit, True):
             data[index] = values[rows]
-
-    def _gather(self, addresses: np.ndarray, unit: int, write: bool) -> tuple[np.ndarray, None]:
-        out = np.empty((addresses.size, unit), np.uint8)
-        for data, index, rows in self._parts(addresses, unit, write):
-            out[rows] = data[index]
-        return out, None
 
     def _parts(self, addresses: np.ndarray, unit: int, write: bool):  # type: ignore[no-untyped-def]
         """The accesses by buffer: (bytes, byte index, which rows); mostly there is one buffer."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
+from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait, wake_all
 from flash_attn_fp8.sim.decode import COUNTS
 from flash_attn_fp8.sim.engine import EXITED
 from flash_attn_fp8.sim.errors import BarrierMisuse, OutOfBounds, Race
@@ -131,7 +131,7 @@ class RegisterPool:
     def take(self, registers: int) -> None:
         """Take some, or give back a negative number of them."""
         self.free -= registers
-        _wake_all(self.waiters)
+        wake_all(self.waiters)
 
 
 @dataclass
@@ -141,13 +141,7 @@ class TensorWaiters:
     waiters: list[Warp] = field(default_factory=list)
 
     def wake(self) -> None:
-        _wake_all(self.waiters)
-
-
-def _wake_all(waiters: list[Warp]) -> None:
-    for warp in waiters:
-        warp.wake()
-    waiters.clear()
+        wake_all(self.waiters)
 
 
 @dataclass

@@ -8,11 +8,11 @@ import numpy as np
 
 from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
 from flash_attn_fp8.sim.errors import BarrierMisuse
-from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, missing_lanes
+from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.memory import OFFSET_MASK
 from flash_attn_fp8.sim.ptx.program import Instruction, Operand, Sink
-from flash_attn_fp8.sim.state import ALL_LANES, WARP_SIZE, Converge, Warp
+from flash_attn_fp8.sim.state import WARP_SIZE, Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
@@ -27,6 +27,14 @@ def _only(ctx: Context, known: frozenset[str]) -> frozenset[str]:
     if unknown:
         ctx.fail(f"modifier .{unknown[0]}")
     return frozenset(ctx.suffixes)
+
+
+def _barrier_and_number(
+    ctx: Context, instruction: Instruction
+) -> tuple[AddressOperand, ValueOperand]:
+    """The operands `[a], n`."""
+    address, number = instruction.operands
+    return AddressOperand(ctx, address), ValueOperand(ctx, number, "u32")
 
 
 def _by_address(addresses: np.ndarray) -> list[tuple[int, int]]:
@@ -49,10 +57,7 @@ def _sums(w: Warp, mask: int, target: AddressOperand, value: ValueOperand) -> li
 def init(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.init{.shared{::cta}}.b64 [a], count`."""
     _only(ctx, _SHARED | {"b64"})
-    target, count = (
-        AddressOperand(ctx, instruction.operands[0]),
-        ValueOperand(ctx, instruction.operands[1], "u32"),
-    )
+    target, count = _barrier_and_number(ctx, instruction)
 
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
@@ -131,10 +136,7 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
 def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.expect_tx{.relaxed.scope}{.space}.b64 [a], bytes`."""
     _only(ctx, _SHARED | _SEMANTICS)
-    target, nbytes = (
-        AddressOperand(ctx, instruction.operands[0]),
-        ValueOperand(ctx, instruction.operands[1], "u32"),
-    )
+    target, nbytes = _barrier_and_number(ctx, instruction)
 
     def handler(w: Warp, mask: int) -> None:
         for address, total in _sums(w, mask, target, nbytes):
@@ -147,10 +149,7 @@ def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
 def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.complete_tx{.relaxed.scope}{.space}.b64 [a], bytes`: with no copy behind it."""
     _only(ctx, _SHARED | _SEMANTICS)
-    target, nbytes = (
-        AddressOperand(ctx, instruction.operands[0]),
-        ValueOperand(ctx, instruction.operands[1], "u32"),
-    )
+    target, nbytes = _barrier_and_number(ctx, instruction)
 
     def handler(w: Warp, mask: int) -> None:
         for address, total in _sums(w, mask, target, nbytes):
@@ -243,9 +242,8 @@ def cta_barrier(ctx: Context, instruction: Instruction) -> Handler:
     )
     waits = "sync" in instruction.parts
 
-    def handler(w: Warp, mask: int) -> Wait | Converge | None:
-        if away := missing_lanes(w, mask, ALL_LANES):
-            return away
+    @whole_warp
+    def handler(w: Warp, mask: int) -> Wait | None:
         if w.token is None:
             at = number.one(w, mask)
             if at > 15:
@@ -287,9 +285,8 @@ def cluster_arrive(ctx: Context, instruction: Instruction) -> Handler:
     """`barrier.cluster.arrive{.release,.relaxed}{.aligned}`."""
     parts = _only(ctx, frozenset(["release", "relaxed", "aligned"]))
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        if away := missing_lanes(w, mask, ALL_LANES):
-            return away
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
         if w.cluster_round is not None:
             raise BarrierMisuse("barrier.cluster.arrive twice without a wait between")
         barrier = w.cluster.barrier
@@ -307,9 +304,8 @@ def cluster_wait(ctx: Context, instruction: Instruction) -> Handler:
     """`barrier.cluster.wait{.acquire}{.aligned}`."""
     _only(ctx, frozenset(["acquire", "aligned"]))
 
-    def handler(w: Warp, mask: int) -> Wait | Converge | None:
-        if away := missing_lanes(w, mask, ALL_LANES):
-            return away
+    @whole_warp
+    def handler(w: Warp, mask: int) -> Wait | None:
         if w.cluster_round is None:
             raise BarrierMisuse("barrier.cluster.wait without an arrive before it")
         w.token = (w.cluster.barrier, w.cluster_round)

@@ -24,11 +24,11 @@ from flash_attn_fp8.sim.isa.asyncform import (
     parse_form,
     targets,
 )
-from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, missing_lanes
+from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import WIDTH, Handler, warp
 from flash_attn_fp8.sim.isa.tma import tensor_map
 from flash_attn_fp8.sim.ptx.program import Immediate, Instruction
-from flash_attn_fp8.sim.state import ALL_LANES, Converge, Warp
+from flash_attn_fp8.sim.state import Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
@@ -325,9 +325,8 @@ def copy_map(ctx: Context, instruction: Instruction) -> Handler:
     source = AddressOperand(ctx, instruction.operands[1], shared=True)
     _check_map_size(ctx, instruction)
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        if away := missing_lanes(w, mask, ALL_LANES):
-            return away
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
         lane = np.array([0])
         raw = memory.read(w, "shared", np.array([source.one(w, mask)]), tensormap.NBYTES, lane)
         memory.write(w, "global", np.array([destination.one(w, mask)]), raw, lane)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flash_attn_fp8.sim.barriers import Wait
 from flash_attn_fp8.sim.errors import BarrierMisuse, Finding
-from flash_attn_fp8.sim.isa.operands import ValueOperand, lowest, missing_lanes
+from flash_attn_fp8.sim.isa.operands import ValueOperand, lowest, missing_lanes, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.ptx.program import Instruction, Pair, Special
 from flash_attn_fp8.sim.state import ALL_LANES, Converge, Warp
@@ -252,9 +252,8 @@ def set_max_registers(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail("this form of setmaxnreg")
     wanted = ValueOperand(ctx, instruction.operands[0], "u32")
 
-    def handler(w: Warp, mask: int) -> Wait | Converge | None:
-        if away := missing_lanes(w, mask, ALL_LANES):
-            return away
+    @whole_warp
+    def handler(w: Warp, mask: int) -> Wait | None:
         count, cta = wanted.one(w, mask), w.cta
         if count % 8 or not 24 <= count <= 256:
             raise BarrierMisuse(f"setmaxnreg {count}: it must be a multiple of 8 from 24 to 256")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flash_attn_fp8.sim.isa import memory
-from flash_attn_fp8.sim.isa.operands import AddressOperand, missing_lanes
+from flash_attn_fp8.sim.isa.operands import AddressOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.matrix import FORMATS, Format, accumulator, finish, multiply
 from flash_attn_fp8.sim.ptx.program import Instruction
-from flash_attn_fp8.sim.state import ALL_LANES, Converge, Warp
+from flash_attn_fp8.sim.state import Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
@@ -148,12 +148,10 @@ def bind_mma(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail(f"{counts} registers, not {wanted}")
     name = f"mma.sync {shape} {a}"
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            mma(w, form, into, *sources)
-            w.cta.counters[name] += 1
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        mma(w, form, into, *sources)
+        w.cta.counters[name] += 1
 
     return handler
 
@@ -227,11 +225,9 @@ def bind_load(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail(f"{len(rows)} registers for {count} matrices")
     source = AddressOperand(ctx, instruction.operands[1])
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            load_matrix(w, space, source.of(w, w.lanes(mask)), rows, transposed)
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        load_matrix(w, space, source.of(w, w.lanes(mask)), rows, transposed)
 
     return handler
 
@@ -245,11 +241,9 @@ def bind_store(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail(f"{len(rows)} registers for {count} matrices")
     target = AddressOperand(ctx, instruction.operands[0])
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            store_matrix(w, space, target.of(w, w.lanes(mask)), rows, transposed)
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        store_matrix(w, space, target.of(w, w.lanes(mask)), rows, transposed)
 
     return handler
 
@@ -262,10 +256,8 @@ def bind_move(ctx: Context, instruction: Instruction) -> Handler:
     into = ctx.destination(instruction.operands[0], "b32")
     source = ctx.row(instruction.operands[1], "b32")
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            move_matrix(w, into, source)
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        move_matrix(w, into, source)
 
     return handler

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flash_attn_fp8.sim.ptx.program import Address, Operand
-from flash_attn_fp8.sim.state import Converge, Warp
+from flash_attn_fp8.sim.state import ALL_LANES, Converge, Warp
 
 if TYPE_CHECKING:
+    from flash_attn_fp8.sim.barriers import Wait
     from flash_attn_fp8.sim.decode import Context
+    from flash_attn_fp8.sim.isa.table import Handler
 
 _U32 = 0xFFFFFFFF
 
@@ -53,6 +55,15 @@ class ValueOperand:
 def lowest(mask: int) -> int:
     """The lowest lane of a mask."""
     return (mask & -mask).bit_length() - 1
+
+
+def whole_warp(handler: Handler) -> Handler:
+    """A `.sync.aligned` instruction: its handler runs once all lanes that are left are here."""
+
+    def together(w: Warp, mask: int) -> Converge | Wait | None:
+        return missing_lanes(w, mask, ALL_LANES) or handler(w, mask)
+
+    return together
 
 
 def missing_lanes(warp: Warp, mask: int, members: int) -> Converge | None:

@@ -17,7 +17,7 @@ import numpy as np
 from flash_attn_fp8.sim.barriers import Mbarrier, Wait
 from flash_attn_fp8.sim.errors import OutOfBounds, TensorMemoryMisuse, Unmodelled
 from flash_attn_fp8.sim.isa import tcgen05_alloc, tcgen05_copy
-from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, missing_lanes
+from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.isa.tcgen05_alloc import group
 from flash_attn_fp8.sim.isa.tcgen05_copy import mma_access
@@ -35,7 +35,7 @@ from flash_attn_fp8.sim.matrix import (
 from flash_attn_fp8.sim.memory import OFFSET_MASK, RANK_SHIFT, TMEM_LANES
 from flash_attn_fp8.sim.order import Access, Clocks
 from flash_attn_fp8.sim.ptx.program import Address, Immediate, Instruction, Operand, Vector
-from flash_attn_fp8.sim.state import ALL_LANES, Converge, Cta, Warp
+from flash_attn_fp8.sim.state import Cta, Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
@@ -331,11 +331,7 @@ def bind_commit(ctx: Context, instruction: Instruction) -> Handler:
 
 def _for_warp(run: Callable[[Warp], Wait | None]) -> Handler:
     """A `.sync.aligned` instruction: all lanes together."""
-
-    def handler(w: Warp, mask: int) -> Wait | Converge | None:
-        return missing_lanes(w, mask, ALL_LANES) or run(w)
-
-    return handler
+    return whole_warp(lambda w, mask: run(w))
 
 
 @warp("tcgen05.alloc")

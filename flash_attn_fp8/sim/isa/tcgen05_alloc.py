@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from flash_attn_fp8.sim.barriers import Wait
+from flash_attn_fp8.sim.barriers import Wait, wake_all
 from flash_attn_fp8.sim.errors import TensorMemoryMisuse, Unmodelled
 from flash_attn_fp8.sim.memory import OFFSET_MASK, TMEM_COLUMNS
 from flash_attn_fp8.sim.state import Cta, Warp
@@ -155,9 +155,7 @@ def _join(meeting: Meeting, warp: Warp, first: int, columns: int) -> None:
 
 def _end(meeting: Meeting) -> None:
     meeting.complete = True
-    for waiter in meeting.waiters:
-        waiter.wake()
-    meeting.waiters.clear()
+    wake_all(meeting.waiters)
 
 
 def _store_address(warp: Warp, address: int, first: int) -> None:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flash_attn_fp8.sim.barriers import Wait
+from flash_attn_fp8.sim.barriers import Wait, wake_all
 from flash_attn_fp8.sim.errors import Race
 from flash_attn_fp8.sim.isa.mma import a_index, read_accumulator, read_elements, result_words
-from flash_attn_fp8.sim.isa.operands import ValueOperand, missing_lanes
+from flash_attn_fp8.sim.isa.operands import ValueOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
 from flash_attn_fp8.sim.matrix import (
     FORMATS,
@@ -33,7 +33,7 @@ from flash_attn_fp8.sim.matrix import (
 )
 from flash_attn_fp8.sim.order import Access
 from flash_attn_fp8.sim.ptx.program import Immediate, Instruction, Operand, Register, Vector
-from flash_attn_fp8.sim.state import ALL_LANES, Converge, Cta, Warp
+from flash_attn_fp8.sim.state import Cta, Warp
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim.decode import Context
@@ -206,9 +206,7 @@ def commit_group(w: Warp) -> None:
     """`wgmma.commit_group`."""
     group = warpgroup(w)
     group.states[w.index % _WARPS].groups.append(state(w).started)
-    for waiter in group.waiters:
-        waiter.wake()
-    group.waiters.clear()
+    wake_all(group.waiters)
 
 
 def wait_group(w: Warp, pending: int) -> Wait | None:
@@ -342,14 +340,12 @@ def bind_mma_async(ctx: Context, instruction: Instruction) -> Handler:
     enable = ValueOperand(ctx, operands[3], "pred")
     early = _early_use(ctx, instruction)
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            if early is not None:
-                raise Race(early)
-            left = a if isinstance(a, list) else a.one(w, mask)
-            mma_async(w, form, d, left, b.one(w, mask), bool(enable.one(w, mask)))
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        if early is not None:
+            raise Race(early)
+        left = a if isinstance(a, list) else a.one(w, mask)
+        mma_async(w, form, d, left, b.one(w, mask), bool(enable.one(w, mask)))
 
     return handler
 
@@ -391,11 +387,9 @@ def bind_fence(ctx: Context, instruction: Instruction) -> Handler:
     if ctx.suffixes != ("sync", "aligned"):
         ctx.fail(f"form .{'.'.join(ctx.suffixes)}")
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            fence(w)
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        fence(w)
 
     return handler
 
@@ -406,11 +400,9 @@ def bind_commit(ctx: Context, instruction: Instruction) -> Handler:
     if ctx.suffixes != ("sync", "aligned"):
         ctx.fail(f"form .{'.'.join(ctx.suffixes)}")
 
-    def handler(w: Warp, mask: int) -> Converge | None:
-        missing = missing_lanes(w, mask, ALL_LANES)
-        if missing is None:
-            commit_group(w)
-        return missing
+    @whole_warp
+    def handler(w: Warp, mask: int) -> None:
+        commit_group(w)
 
     return handler
 
@@ -423,7 +415,4 @@ def bind_wait(ctx: Context, instruction: Instruction) -> Handler:
         ctx.fail(f"form .{'.'.join(ctx.suffixes)}")
     pending = operand.value
 
-    def handler(w: Warp, mask: int) -> Converge | Wait | None:
-        return missing_lanes(w, mask, ALL_LANES) or wait_group(w, pending)
-
-    return handler
+    return whole_warp(lambda w, mask: wait_group(w, pending))

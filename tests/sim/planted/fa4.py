@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import sys
-import types
 import warnings
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.peers import flash_attn_4
 from flash_attn_fp8 import sim
 from flash_attn_fp8.sim.launch import CapturedLaunch
 from flash_attn_fp8.sim.machine import Machine, Run
 from flash_attn_fp8.sim.ptx.parse import parse
-
-
-def interface() -> Any:
-    """flash-attn-4's module of entry points; a stand-in for triton where there is none."""
-    if importlib.util.find_spec("triton") is not None:
-        return importlib.import_module("flash_attn.cute.interface")
-    import torch._dynamo  # noqa: F401  before the stand-in: it looks into a triton that is there
-
-    triton = types.ModuleType("triton")
-    triton.runtime = types.SimpleNamespace(  # type: ignore[attr-defined]
-        cache=types.SimpleNamespace(FileCacheManager=object)
-    )
-    sys.modules["triton"] = triton
-    try:
-        return importlib.import_module("flash_attn.cute.interface")
-    finally:
-        del sys.modules["triton"]
 
 
 @dataclasses.dataclass
@@ -68,7 +48,7 @@ def captured(heads: int = 2, seqlen_q: int = 256, seqlen_k: int = 768) -> Captur
     within a tile, and all the rest from one tile to the next."""
     with warnings.catch_warnings():  # of what it imports, and of the compiler
         warnings.simplefilter("ignore")
-        return _captured(interface(), heads, seqlen_q, seqlen_k)
+        return _captured(flash_attn_4(), heads, seqlen_q, seqlen_k)
 
 
 def _captured(fa4: Any, heads: int, seqlen_q: int, seqlen_k: int) -> Captured:

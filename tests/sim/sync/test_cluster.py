@@ -6,13 +6,15 @@ written and a finding without any line marked `!`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.errors import BarrierMisuse, Deadlock, Race, Uninitialised
 from flash_attn_fp8.sim.machine import Machine
-from flash_attn_fp8.sim.schedule import Adversarial, Random
 from tests.sim.programs import aligned, run
-from tests.sim.sync.test_order import arrive, wait
+from tests.sim.sync.truth import Case, arrive, check_clean, columns, needed, wait
 
 # %r0: SLOT of one's own, %r40: that of the other CTA; %r10-%r12 mbarriers of one's own (count 1),
 # %r50-%r52 the other's. %r5 is 7.
@@ -82,7 +84,7 @@ def arrive_there(barrier: int, how: str = "release") -> str:
     return f"@%p1 mbarrier.arrive.{how}.cluster.shared::cluster.b64 _, [%r{barrier + 40}];"
 
 
-CASES: dict[str, tuple[list[str], list[str]]] = {
+CASES: dict[str, Case] = {
     "store there, remote arrive, load": (
         [STORE_THERE, "!" + arrive_there(10)],
         ["!" + wait(10), LOAD],
@@ -129,47 +131,24 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def _text(case: tuple[list[str], list[str]], without: int | None) -> str:
-    lines = [*case[0], None, *case[1]]
-    kept = []
-    for i, line in enumerate(lines):
-        if line is None:
-            kept += ["    bra END;", "SECOND:"]
-        elif i != without:
-            kept.append("    " + line.removeprefix("!"))
-    return "\n".join(kept)
+def _run(text: str, machine: Machine | None = None) -> Run:
+    return run(text, aligned((64,), "u4"), grid=2, cluster=2, machine=machine)
 
 
-def check_clean(text: str, **extra: object) -> None:
-    run(text, aligned((64,), "u4"), grid=2, cluster=2, machine=Machine(**extra))
-
-
-def _whole(case: tuple[list[str], list[str]], without: int | None = None) -> str:
-    return _SETUP + _INIT + _BRANCH + _text(case, without) + _END
-
-
-def _needed() -> list[tuple[str, int, str]]:
-    return [
-        (name, i, line[1:].split(";")[0][-50:])
-        for name, case in CASES.items()
-        for i, line in enumerate([*case[0], "", *case[1]])
-        if line.startswith("!")
-    ]
+def _whole(case: Case, without: int | None = None) -> str:
+    return _SETUP + _INIT + _BRANCH + columns(case, without) + _END
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_waits_are_clean(name):
-    check_clean(_whole(CASES[name]))
-    for seed in range(3):
-        for kind in (Random, Adversarial):
-            check_clean(_whole(CASES[name]), schedule=lambda kind=kind, seed=seed: kind(seed))
+    check_clean(partial(_run, _whole(CASES[name])))
 
 
-@pytest.mark.parametrize(("name", "line", "left_out"), _needed())
+@pytest.mark.parametrize(("name", "line", "left_out"), needed(CASES))
 def test_without_it_there_is_a_finding(name, line, left_out):
     """Under round robin, whatever the numbers come out as."""
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        check_clean(_whole(CASES[name], line))
+        _run(_whole(CASES[name], line))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +162,7 @@ def test_without_it_there_is_a_finding(name, line, left_out):
 )
 def test_the_wrong_semantics_or_barrier_is_a_finding(first, second):
     with pytest.raises((Race, Uninitialised, Deadlock)) as e:
-        check_clean(_whole((first, second)))
+        _run(_whole((first, second)))
     assert "rank" in str(e.value)
 
 
@@ -202,21 +181,21 @@ def test_the_wrong_semantics_or_barrier_is_a_finding(first, second):
 def test_initialised_barriers_reach_the_other_cta(fence, barrier, clean):
     init = _INIT.replace("fence.mbarrier_init.release.cluster;", fence)
     init = init.replace(CLUSTER_RELAXED, barrier)
-    text = _SETUP + init + _BRANCH + _text(([arrive_there(10)], [wait(10)]), None) + _END
+    text = _SETUP + init + _BRANCH + columns(([arrive_there(10)], [wait(10)])) + _END
     if clean:
-        check_clean(text)
+        _run(text)
     else:
         with pytest.raises(
             Race, match=r"nothing makes its initialisation by mbarrier\.init of warp 0 of"
         ):
-            check_clean(text)
+            _run(text)
 
 
 def test_without_a_cluster_barrier_a_barrier_may_not_exist_yet():
     init = _INIT.replace(CLUSTER_RELAXED, "").replace(CLUSTER_WAIT, "")
-    text = _SETUP + init + _BRANCH + _text(([arrive_there(10)], [wait(10)]), None) + _END
+    text = _SETUP + init + _BRANCH + columns(([arrive_there(10)], [wait(10)])) + _END
     with pytest.raises((Race, BarrierMisuse), match=r"mbarrier"):
-        check_clean(text)
+        _run(text)
 
 
 @pytest.mark.parametrize("access", [STORE_THERE, arrive_there(10), COPY_ACROSS])
@@ -224,7 +203,7 @@ def test_a_cta_that_exits_while_the_other_uses_its_memory(access):
     """The last cluster barrier, or a wait for the arrival, keeps it alive."""
     case = ([STORE, PROXY_FENCE, access], [EXPECT] if access is COPY_ACROSS else [])
     with pytest.raises(Race, match=r"cta\([01], 0, 0\) exits (while|without)"):
-        check_clean(_SETUP + _INIT + _BRANCH + _text(case, None) + "\nEND:\n")
+        _run(_SETUP + _INIT + _BRANCH + columns(case) + "\nEND:\n")
 
 
 # ------------------------------------------------------------------------------- pairs of CTAs
@@ -273,7 +252,7 @@ COMMIT_BOTH = f"@%p1 {COMMIT_KIND}.multicast::cluster.b64 [%r10], %h0;"
 COMMIT_OWN = f"@%p1 {COMMIT_KIND}.b64 [%r10];"
 TMEM_LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%d]; tcgen05.wait::ld.sync.aligned;"
 
-PAIRS: dict[str, tuple[list[str], list[str]]] = {
+PAIRS: dict[str, Case] = {
     "commit to both, each waits, each loads": (
         [MMA, "!" + COMMIT_BOTH, "!" + wait(10), TMEM_LOAD],
         ["!" + wait(10), TMEM_LOAD],
@@ -293,32 +272,21 @@ PAIRS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def _pair(case: tuple[list[str], list[str]], without: int | None = None) -> str:
-    return _SETUP + _INIT + _PAIR + _BRANCH + _text(case, without) + _PAIR_END
+def _pair(case: Case, without: int | None = None) -> str:
+    return _SETUP + _INIT + _PAIR + _BRANCH + columns(case, without) + _PAIR_END
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_with_the_right_waits_are_clean(name):
-    check_clean(_pair(PAIRS[name]))
-    for seed in range(3):
-        for kind in (Random, Adversarial):
-            check_clean(_pair(PAIRS[name]), schedule=lambda kind=kind, seed=seed: kind(seed))
+    check_clean(partial(_run, _pair(PAIRS[name])))
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        (name, i)
-        for name, case in PAIRS.items()
-        for i, line in enumerate([*case[0], "", *case[1]])
-        if line.startswith("!")
-    ],
-)
-def test_pairs_without_it_are_a_finding(name, line):
+@pytest.mark.parametrize(("name", "line", "left_out"), needed(PAIRS))
+def test_pairs_without_it_are_a_finding(name, line, left_out):
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        check_clean(_pair(PAIRS[name], line))
+        _run(_pair(PAIRS[name], line))
 
 
 def test_a_commit_to_one_cta_tells_only_that_one():
     with pytest.raises((Race, Deadlock), match="rank 1"):
-        check_clean(_pair(([MMA, COMMIT_OWN, wait(10)], [wait(10), TMEM_LOAD])))
+        _run(_pair(([MMA, COMMIT_OWN, wait(10)], [wait(10), TMEM_LOAD])))

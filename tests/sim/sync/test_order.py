@@ -9,14 +9,16 @@ on the schedule.
 
 from __future__ import annotations
 
-import re
+from functools import partial
 
 import pytest
 
+from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.errors import BarrierMisuse, Deadlock, Race, Uninitialised
 from flash_attn_fp8.sim.machine import Machine
-from flash_attn_fp8.sim.schedule import Adversarial, Random
+from flash_attn_fp8.sim.schedule import Adversarial
 from tests.sim.programs import aligned, run
+from tests.sim.sync.truth import Case, arrive, check_clean, columns, needed, wait
 
 # %r0: SLOT, %r1: a second place, %r10-%r12: mbarriers (count 1), %p1: the warp's first lane.
 _PROLOGUE = """
@@ -56,20 +58,8 @@ COMMIT = "cp.async.bulk.commit_group;"
 AMPERE_COPY = "@%p1 cp.async.cg.shared.global [%r0], [%rd0], 16;"
 
 
-def arrive(barrier: int) -> str:
-    return f"@%p1 mbarrier.arrive.shared.b64 _, [%r{barrier}];"
-
-
-def wait(barrier: int, parity: int = 0) -> str:
-    label = f"W{barrier}_{parity}"
-    return (
-        f"{{ .reg .pred q; {label}: mbarrier.try_wait.parity.shared.b64 q, [%r{barrier}], "
-        f"{parity}; @!q bra {label}; }}"
-    )
-
-
 # name: (warp 0, warp 1); "!" marks what the case cannot do without.
-CASES: dict[str, tuple[list[str], list[str]]] = {
+CASES: dict[str, Case] = {
     "store, barrier, load": ([STORE, "!bar.sync 1, 64;"], ["!bar.sync 1, 64;", LOAD]),
     "store, arrive at a barrier, load": ([STORE, "bar.arrive 1, 64;"], ["!bar.sync 1, 64;", LOAD]),
     "store, mbarrier, load": ([STORE, arrive(10)], ["!" + wait(10), LOAD]),
@@ -111,58 +101,38 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def _text(warp0: list[str], warp1: list[str], without: int | None) -> str:
-    lines = [*warp0, None, *warp1]
-    kept = []
-    for i, line in enumerate(lines):
-        if line is None:
-            kept += ["    bra END;", "SECOND:"]
-        elif i != without:
-            kept.append("    " + line.removeprefix("!"))
-    return _PROLOGUE + "\n".join(kept) + "\nEND:\n"
+def _text(warp0: list[str], warp1: list[str], without: int | None = None) -> str:
+    return _PROLOGUE + columns((warp0, warp1), without) + "\nEND:\n"
 
 
-def _needed() -> list[tuple[str, int, str]]:
-    found = []
-    for name, (warp0, warp1) in CASES.items():
-        for i, line in enumerate([*warp0, "", *warp1]):
-            if line.startswith("!"):
-                found.append((name, i, re.sub(r"[^a-z_.]+", " ", line)[:40]))
-    return found
+def _run(text: str, machine: Machine | None = None) -> Run:
+    return run(text, aligned((64,), "u4"), warps=2, machine=machine)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_waits_are_clean(name: str) -> None:
-    """No finding under round robin, nor under schedules that delay what they can."""
-    source = aligned((64,), "u4")
-    done = run(_text(*CASES[name], None), source, warps=2)
-    assert done.warp_instructions > 0
-    for seed in range(4):
-        for schedule in (Random, Adversarial):
-            machine = Machine(schedule=lambda kind=schedule, s=seed: kind(s))
-            run(_text(*CASES[name], None), source, warps=2, machine=machine)
+    check_clean(partial(_run, _text(*CASES[name])))
 
 
-@pytest.mark.parametrize(("name", "line", "left_out"), _needed())
+@pytest.mark.parametrize(("name", "line", "left_out"), needed(CASES))
 def test_without_a_wait_it_is_a_finding(name: str, line: int, left_out: str) -> None:
     """Whatever the numbers come out as: the missing order is reported."""
-    source = aligned((64,), "u4")
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        run(_text(*CASES[name], line), source, warps=2)
+        _run(_text(*CASES[name], line))
 
 
 def test_relaxed_arrivals_hand_nothing_on() -> None:
     relaxed = "@%p1 mbarrier.arrive.relaxed.cta.shared.b64 _, [%r10];"
     with pytest.raises(Race):
-        run(_text([STORE, relaxed], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2)
+        _run(_text([STORE, relaxed], [wait(10), LOAD]))
 
 
 def test_a_copy_comes_after_the_waits_before_it() -> None:
     """In a pair of CTAs, bytes alone tell that the second one has waited for its buffer."""
     consumer = [EXPECT, wait(10), LOAD, arrive(11)]
-    run(_text([wait(11, 1), COPY_IN], consumer, None), aligned((64,), "u4"), warps=2)
+    _run(_text([wait(11, 1), COPY_IN], consumer))
     with pytest.raises((BarrierMisuse, Deadlock)):
-        run(_text([COPY_IN, wait(11, 1)], consumer, None), aligned((64,), "u4"), warps=2)
+        _run(_text([COPY_IN, wait(11, 1)], consumer))
 
 
 def test_a_flipped_phase_is_a_finding() -> None:
@@ -170,9 +140,9 @@ def test_a_flipped_phase_is_a_finding() -> None:
     kinds = set()
     for seed in range(8):
         machine = Machine(schedule=lambda s=seed: Adversarial(s))
-        text = _text([EXPECT, COPY_IN], [wait(10, 1), LOAD], None)
+        text = _text([EXPECT, COPY_IN], [wait(10, 1), LOAD])
         with pytest.raises((Race, Uninitialised, Deadlock)) as e:
-            run(text, aligned((64,), "u4"), warps=2, machine=machine)
+            _run(text, machine)
         kinds.add(e.type)
     assert Deadlock in kinds
     assert kinds & {Race, Uninitialised}
@@ -182,20 +152,20 @@ def test_a_flipped_phase_is_a_finding() -> None:
 def test_expecting_other_bytes_than_arrive_is_a_deadlock_that_says_so(nbytes: int) -> None:
     expect = EXPECT.replace("16;", f"{nbytes};")
     with pytest.raises(Deadlock, match=rf"{nbytes - 16} bytes"):
-        run(_text([expect, COPY_IN], [wait(10), LOAD], None), aligned((64,), "u4"), warps=2)
+        _run(_text([expect, COPY_IN], [wait(10), LOAD]))
 
 
 def test_expecting_no_bytes_is_a_race() -> None:
     """The phase ends without the copy, which may still be under way."""
     machine = Machine(schedule=lambda: Adversarial(0))
-    text = _text([EXPECT.replace("16;", "0;"), COPY_IN], [wait(10), LOAD], None)
+    text = _text([EXPECT.replace("16;", "0;"), COPY_IN], [wait(10), LOAD])
     with pytest.raises((Race, Uninitialised)):
-        run(text, aligned((64,), "u4"), warps=2, machine=machine)
+        _run(text, machine)
 
 
 def test_a_deadlock_names_waiter_barrier_and_what_is_missing() -> None:
     with pytest.raises(Deadlock) as e:
-        run(_text([], [wait(12)], None), aligned((64,), "u4"), warps=2)
+        _run(_text([], [wait(12)]))
     text = str(e.value)
     for part in ("warp 1", "mbarrier 0x2410", "1 of 1 arrivals", "mbarrier.try_wait"):
         assert part in text

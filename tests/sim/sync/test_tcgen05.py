@@ -7,13 +7,15 @@ core) or A in tensor memory. Each case is clean as written and a finding without
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.errors import Deadlock, Finding, Race, Uninitialised
 from flash_attn_fp8.sim.machine import Machine
-from flash_attn_fp8.sim.schedule import Adversarial, Random
 from tests.sim.programs import aligned, run
-from tests.sim.sync.test_order import arrive, wait
+from tests.sim.sync.truth import Case, arrive, check_clean, columns, needed, wait
 
 # Tensor memory: D in columns 0-15, A in 16-23, the target of tcgen05.cp in 32-35. Shared memory:
 # A (128 rows of 32 bytes, no swizzle) at the base, B (16 rows) at 4096. %r10-%r12: mbarriers.
@@ -89,7 +91,7 @@ def commit(barrier: int) -> str:
     return f"@%p1 {COMMIT_KIND} [%r{barrier}];"
 
 
-CASES: dict[str, tuple[list[str], list[str]]] = {
+CASES: dict[str, Case] = {
     "MMA, commit, wait, load": ([MMA, "!" + commit(10)], ["!" + wait(10), LD]),
     "MMA, commit, wait, load by the feeder": ([MMA, commit(10), "!" + wait(10), LD], []),
     "MMA, commit, wait, arrive, load by a third": (
@@ -155,43 +157,24 @@ LAST:
 """
 
 
-def _text(case: tuple[list[str], list[str]], without: int | None) -> str:
-    lines = [*case[0], None, *case[1]]
-    kept = []
-    for i, line in enumerate(lines):
-        if line is None:
-            kept += ["    bra END;", "SECOND:"]
-        elif i != without:
-            kept.append("    " + line.removeprefix("!"))
-    return _PROLOGUE + "\n".join(kept) + _EPILOGUE
+def _text(case: Case, without: int | None = None) -> str:
+    return _PROLOGUE + columns(case, without) + _EPILOGUE
 
 
-def check_clean(text: str, **extra: object) -> None:
-    run(text, aligned((16,), "u4"), warps=2, machine=Machine(**extra))
-
-
-def _needed() -> list[tuple[str, int, str]]:
-    return [
-        (name, i, line[1:].split(";")[0][-60:])
-        for name, case in CASES.items()
-        for i, line in enumerate([*case[0], "", *case[1]])
-        if line.startswith("!")
-    ]
+def _run(text: str, machine: Machine | None = None) -> Run:
+    return run(text, aligned((16,), "u4"), warps=2, machine=machine)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_waits_are_clean(name):
-    check_clean(_text(CASES[name], None))
-    for seed in range(3):
-        for kind in (Random, Adversarial):
-            check_clean(_text(CASES[name], None), schedule=lambda kind=kind, seed=seed: kind(seed))
+    check_clean(partial(_run, _text(CASES[name])))
 
 
-@pytest.mark.parametrize(("name", "line", "left_out"), _needed())
+@pytest.mark.parametrize(("name", "line", "left_out"), needed(CASES))
 def test_without_it_there_is_a_finding(name, line, left_out):
     """Under round robin, whatever the numbers come out as."""
     with pytest.raises((Race, Uninitialised, Deadlock)):
-        check_clean(_text(CASES[name], line))
+        _run(_text(CASES[name], line))
 
 
 @pytest.mark.parametrize(
@@ -205,5 +188,5 @@ def test_without_it_there_is_a_finding(name, line, left_out):
 )
 def test_the_wrong_commit_or_wait_is_a_finding(first, second):
     with pytest.raises(Finding) as e:
-        check_clean(_text((first, second), None))
+        _run(_text((first, second)))
     assert "tensor" in str(e.value) or "phase" in str(e.value)

@@ -6,7 +6,7 @@ decided, and what struck the other executors out, is in the plan for `explain` t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeVar, get_args
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.specs import TILE, Sm100Spec
 from flash_attn_fp8.support import EXECUTORS, reasons_against
-from flash_attn_fp8.target import Target
+from flash_attn_fp8.target import SIMULATED, Target
 
-TILE_M, TILE_N = 128, 128  # the kernels' tile of query rows x keys, which `tiled` mirrors
+TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `tiled` mirrors
 
 MAX_AUTO_SPLITS = 128  # FA4's cap for its heuristic
 
@@ -99,7 +100,7 @@ class Plan:
 
     impl: str
     target: Target
-    spec: TiledSpec | ReferenceSpec
+    spec: Sm100Spec | TiledSpec | ReferenceSpec
     split: Split
     pack_gqa: bool
     disable_scheduler_metadata: bool
@@ -141,16 +142,36 @@ def _plan(
     impl: str, problem: Problem, target: Target, rejected: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> Plan:
     traits, request = problem.traits, problem.request
+    target = SIMULATED if impl == "sim" else target
     group = traits.q_heads_per_kv_head
     pack_gqa = group > 1 if request.pack_gqa is None else request.pack_gqa
+    split = _split(problem, target, pack_gqa)
     return Plan(
         impl=impl,
         target=target,
-        spec=_tiled(problem, target) if impl == "tiled" else ReferenceSpec(),
-        split=_split(problem, target, pack_gqa),
+        spec=_spec(impl, problem, target, pack_gqa, split),
+        split=split,
         pack_gqa=pack_gqa,
         disable_scheduler_metadata=request.disable_scheduler_metadata or traits.q_layout == "dense",
         rejected=rejected,
+    )
+
+
+def _spec(
+    impl: str, problem: Problem, target: Target, pack_gqa: bool, split: Split
+) -> Sm100Spec | TiledSpec | ReferenceSpec:
+    if impl == "tiled":
+        return _tiled(problem, target)
+    if impl == "reference":
+        return ReferenceSpec()
+    traits = problem.traits
+    # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
+    policy = traits.policy.replace(promote_every=None)
+    return Sm100Spec(
+        replace(traits, policy=policy),
+        group=traits.q_heads_per_kv_head if pack_gqa else 1,
+        page_size=problem.sizes.page_size,
+        split=split.keys is not None or split.num_splits > 1,
     )
 
 

@@ -8,7 +8,6 @@ from functools import lru_cache
 from torch import Tensor
 
 from flash_attn_fp8.call import Operands
-from flash_attn_fp8.errors import Unsupported
 from flash_attn_fp8.plan import Plan, TiledSpec
 from flash_attn_fp8.problem import Problem
 
@@ -28,7 +27,9 @@ def execute(
 
         exact.run(problem, operands, out, lse)
     else:
-        raise Unsupported(f"no executor for {plan}")
+        from flash_attn_fp8 import compiled
+
+        compiled.run(plan, problem, operands, out, lse)
 
 
 @lru_cache(maxsize=64)

@@ -18,14 +18,71 @@ EXECUTORS = ("cute", "tiled", "reference", "sim")
 Rule = Callable[[Problem, Target], str | None]
 
 
-def _no_kernels(problem: Problem, target: Target) -> str | None:
+# What the SM100 kernel is built for. Head dims: two outputs of 128 rows, or one, fit tensor memory.
+SM100_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
+SM100_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def _needs_sm100(problem: Problem, target: Target) -> str | None:
     if not target.is_gpu:
         return "needs a CUDA device; the tensors are on the CPU"
-    return f"this version has no compiled kernel for {target.arch}"
+    if not target.arch.startswith("sm_100"):
+        return f"this version has no compiled kernel for {target.arch}"
+    return None
 
 
-def _no_simulator(problem: Problem, target: Target) -> str | None:
-    return "this version has no simulator"
+def _sm100_formats(problem: Problem, target: Target) -> str | None:
+    traits = problem.traits
+    if traits.q_format != traits.kv_format:
+        return f"its kernel wants q, k and v in one format, not {traits.q_format} and {traits.kv_format}"
+    return None
+
+
+def _sm100_head_dims(problem: Problem, target: Target) -> str | None:
+    dims = problem.traits.head_dim, problem.traits.head_dim_v
+    if dims in SM100_HEAD_DIMS:
+        return None
+    known = ", ".join(str(d) if d == dv else f"({d}, {dv})" for d, dv in SM100_HEAD_DIMS)
+    return f"its kernel has head dims {known}, not {dims}"
+
+
+def _sm100_pages(problem: Problem, target: Target) -> str | None:
+    page_size = problem.sizes.page_size
+    if page_size is None or page_size in SM100_PAGE_SIZES:
+        return None
+    return (
+        f"its kernel reads pages of {', '.join(map(str, SM100_PAGE_SIZES))} tokens, not {page_size}"
+    )
+
+
+def _sm100_group(problem: Problem, target: Target) -> str | None:
+    group = problem.traits.q_heads_per_kv_head
+    if group > 128 and problem.request.pack_gqa is not False:
+        return f"{group} query heads of a KV head do not fit a tile of 128 rows; use pack_gqa=False"
+    return None
+
+
+def _sm100_exp2(problem: Problem, target: Target) -> str | None:
+    exp2 = problem.traits.policy.exp2
+    return None if exp2 == "exact" else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
+
+
+def _sm100_token_scales(problem: Problem, target: Target) -> str | None:
+    for name in ("k_descale", "v_descale"):
+        kind = getattr(problem.traits, name)
+        if kind is not None and kind.per_token:
+            return f"its kernel takes no {name} per token; use impl='tiled'"
+    return None
+
+
+_SM100 = (
+    _sm100_formats,
+    _sm100_head_dims,
+    _sm100_pages,
+    _sm100_group,
+    _sm100_exp2,
+    _sm100_token_scales,
+)
 
 
 def _reference_has_no_policy(problem: Problem, target: Target) -> str | None:
@@ -68,8 +125,8 @@ def _no_stand_in_for_long_keys(problem: Problem, target: Target) -> str | None:
 
 
 _RULES: dict[str, tuple[Rule, ...]] = {
-    "cute": (_no_kernels,),
-    "sim": (_no_simulator,),
+    "cute": (_needs_sm100, *_SM100, _too_many_splits),
+    "sim": (*_SM100, _too_many_splits),
     "tiled": (_too_many_splits,),
     "reference": (
         _reference_has_no_policy,

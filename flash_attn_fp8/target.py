@@ -29,6 +29,9 @@ class Target:
 
 CPU = Target("cpu")
 
+# What impl="sim" simulates: few multiprocessors, so that a CTA works on several tiles in turn.
+SIMULATED = Target("sm_100a", 4)
+
 
 def target_of(device: torch.device) -> Target:
     """The target of a tensor's device; meta and CPU tensors are planned for the CPU."""

@@ -1,0 +1,67 @@
+"""Tensors without data that stand for a kernel's arguments while it is compiled.
+
+Sizes and strides are symbols, so that one kernel serves them all; what a spec fixes (head dims,
+alignment) is a number.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
+from flash_attn_fp8.problem import Descale
+from flash_attn_fp8.specs import Sm100Spec
+
+ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
+
+
+def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
+    """The arguments of `Sm100Forward(spec)`, without the stream."""
+    traits = spec.traits
+    rank_q, rank_kv = (
+        3 if layout == "varlen" else 4 for layout in (traits.q_layout, traits.kv_layout)
+    )
+    parts = int(spec.split)
+    tensors = Tensors(
+        q=_rows(traits.q_format, rank_q, traits.head_dim),
+        k=_rows(traits.kv_format, rank_kv, traits.head_dim),
+        v=_rows(traits.kv_format, rank_kv, traits.head_dim_v),
+        out=_rows(spec.out_format, rank_q + parts, traits.head_dim_v),
+        lse=_small(Float32, rank_q - 1 + parts) if spec.writes_lse else None,
+        cu_seqlens_q=_small(Int32, 1) if traits.q_layout == "varlen" else None,
+        cu_seqlens_k=_small(Int32, 1) if traits.kv_layout == "varlen" else None,
+        seqused_q=_small(Int32, 1) if traits.seqused_q else None,
+        seqused_k=_small(Int32, 1) if traits.seqused_k else None,
+        page_table=_small(Int32, 2) if traits.kv_layout == "paged" else None,
+        sink=_small(Float32, 1) if traits.sink else None,
+        q_descale=_scale(traits.q_descale, rank_q),
+        k_descale=_scale(traits.k_descale, rank_kv),
+        v_descale=_scale(traits.v_descale, rank_kv),
+        output_scale=_small(Float32, 1) if traits.output_scale else None,
+    )
+    return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
+
+
+def _rows(fmt: str, rank: int, width: int):
+    """A tensor of rows of `width` elements, each row aligned."""
+    dtype = DTYPES[fmt]
+    divisibility = ALIGNMENT * 8 // dtype.width
+    shape = (*(cute.sym_int32() for _ in range(rank - 1)), width)
+    stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=ALIGNMENT)
+
+
+def _small(dtype, rank: int):
+    shape = tuple(cute.sym_int32() for _ in range(rank))
+    stride = tuple(cute.sym_int64() for _ in range(rank))
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=dtype.width // 8)
+
+
+def _scale(kind: Descale | None, rank: int):
+    """A descale as the kernel indexes it; the leading 1 of a packed one is dropped."""
+    if kind is None:
+        return None
+    ranks = {"tensor": 1, "head": 1, "batch_head": 2, "token_head": rank - 1}
+    return _small(Float32, ranks[kind.granularity])

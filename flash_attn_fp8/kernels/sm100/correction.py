@@ -1,0 +1,166 @@
+"""The correction warps: rescale O when a row's maximum was raised; normalise and store it.
+
+A thread has a row of O in tensor memory. Rescaling waits for nobody but the tile before; when no
+row of a warp was raised, which is most of the time after the first tiles, it is skipped.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass import select_ as select
+
+from flash_attn_fp8.kernels.sm100 import tensor_memory
+from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
+from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.geometry import WARP
+from flash_attn_fp8.kernels.sm100.mma import slot_and_use
+from flash_attn_fp8.kernels.sm100.schedule import part_of
+from flash_attn_fp8.specs import TILE
+
+_COLUMNS = 32  # of O that are rescaled at once
+_VECTOR = 16  # bytes of a global store
+
+
+@cute.jit
+def correction_role(ctx: Context, tmem):
+    """Both query tiles of one unit of work after another."""
+    g = ctx.geometry
+    thread = cute.arch.thread_idx()[0] % TILE
+    tiles = Int32(0)
+    index = ctx.first
+    while index < ctx.schedule.total:
+        work = ctx.schedule.work(index)
+        n = work.n_max - work.n_min
+        if n > 0:
+            for stage in cutlass.range_constexpr(g.q_stage):
+                # The output before has been read: P V may start anew.
+                warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tiles, stage)[0]))
+            for i in cutlass.range(1, n, unroll=1):
+                for stage in cutlass.range_constexpr(g.q_stage):
+                    _correct(ctx, tmem, thread, stage, tiles + i)
+            tiles += n
+        for stage in cutlass.range_constexpr(g.q_stage):
+            factor = Float32(0.0)
+            if n > 0:
+                factor = _receive(ctx, thread, stage, tiles - 1)
+                ctx.barriers.o_full.wait(stage, tiles - 1)
+            _store(ctx, tmem, work, stage, thread, factor, n > 0)
+        index += ctx.stride
+
+
+@cute.jit
+def _receive(ctx, thread, stage: cutlass.Constexpr, message):
+    ctx.barriers.scale_full.wait(stage, message)
+    value = ctx.buffers.row_scale[thread, stage]
+    warp_arrives(ctx.barriers.scale_empty, Int32(stage))
+    return value
+
+
+@cute.jit
+def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
+    """Rescale O before key tile number `tile` is added to it."""
+    g = ctx.geometry
+    factor = _receive(ctx, thread, stage, tile - 1)
+    ctx.barriers.o_full.wait(stage, tile - 1)
+    if cute.arch.vote_any_sync(factor != 1.0):
+        address = tmem + g.o_column(stage)
+        for column in cutlass.range_constexpr(0, g.head_dim_v, _COLUMNS):
+            o = tensor_memory.load(address + column, _COLUMNS, thread)
+            cute.arch.fence_view_async_tmem_load()
+            _scale(o, factor)
+            tensor_memory.store(o, address + column, _COLUMNS, thread)
+        cute.arch.fence_view_async_tmem_store()
+    warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0]))
+
+
+@cute.jit
+def _scale(o, factor):
+    for i in cutlass.range_constexpr(0, cute.size(o), 2):
+        o[i], o[i + 1] = cute.arch.mul_packed_f32x2((o[i], o[i + 1]), (factor, factor))
+
+
+@cute.jit
+def _store(ctx, tmem, work, stage: cutlass.Constexpr, thread, factor, has_keys):
+    """Normalise, convert and store the rows of a query tile; zeros where no key is visible.
+
+    Staged through shared memory, a warp's 32 rows at a time, so that global stores are coalesced.
+    """
+    g = ctx.geometry
+    columns = g.staging_columns
+    token, _, _ = ctx.schedule.query(work, stage, thread)
+    alive = has_keys & (token < work.seqlen_q)
+    for column in cutlass.range_constexpr(0, g.head_dim_v, columns):
+        o = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
+        o.fill(0.0)
+        if has_keys:
+            loaded = tensor_memory.load(tmem + g.o_column(stage) + column, columns, thread)
+            cute.arch.fence_view_async_tmem_load()
+            _scale(loaded, factor)
+            for i in cutlass.range_constexpr(columns):
+                o[i] = select(alive, loaded[i], Float32(0.0))
+        _stage(ctx, o, thread)
+        cute.arch.sync_warp()
+        _copy_out(ctx, work, stage, thread, column)
+        cute.arch.sync_warp()
+
+
+def _staged(ctx, warp):
+    """The 32 rows of a correction warp as 16-byte pieces, (words, piece, row)."""
+    g = ctx.geometry
+    pieces = g.staging_columns * g.out_element // _VECTOR
+    words = _VECTOR // 4
+    layout = cute.make_layout((words, pieces, WARP), stride=(1, words, words * pieces))
+    start = cute.recast_ptr(ctx.buffers.staging, dtype=Uint32) + warp * (WARP * pieces * words)
+    return cute.make_tensor(start, layout), pieces
+
+
+def _swizzled(piece, row, pieces: int):
+    """Where a piece of a row lies, so that neither way through shared memory collides in a bank."""
+    rows_per_line = max(1, 128 // (_VECTOR * pieces))
+    return piece ^ ((row // rows_per_line) % pieces)
+
+
+@cute.jit
+def _stage(ctx, o, thread):
+    """A thread's row, converted, to shared memory."""
+    g = ctx.geometry
+    converted = cute.make_rmem_tensor(cute.make_layout(g.staging_columns), ctx.out_dtype)
+    converted.store(o.load().to(ctx.out_dtype))
+    words = cute.make_tensor(
+        cute.recast_ptr(converted.iterator, dtype=Uint32),
+        cute.make_layout((_VECTOR // 4, g.staging_columns * g.out_element // _VECTOR)),
+    )
+    staged, pieces = _staged(ctx, thread // WARP)
+    row = thread % WARP
+    for piece in cutlass.range_constexpr(pieces):
+        cute.autovec_copy(words[None, piece], staged[None, _swizzled(piece, row, pieces), row])
+
+
+@cute.jit
+def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Constexpr):
+    """Staged rows to the output, neighbouring lanes to neighbouring bytes."""
+    g = ctx.geometry
+    warp, lane = thread // WARP, thread % WARP
+    staged, pieces = _staged(ctx, warp)
+    per_piece = _VECTOR // g.out_element
+    for i in cutlass.range_constexpr(pieces):
+        number = i * WARP + lane
+        row, piece = number // pieces, number % pieces
+        token, head, exists = ctx.schedule.query(work, stage, warp * WARP + row)
+        if exists:
+            words = cute.make_rmem_tensor(cute.make_layout(_VECTOR // 4), Uint32)
+            cute.autovec_copy(staged[None, _swizzled(piece, row, pieces), row], words)
+            target = _output_row(ctx, work, token, head)
+            target = cute.logical_divide(target, cute.make_layout(per_piece))
+            target = target[None, column // per_piece + piece]
+            source = cute.recast_ptr(words.iterator, dtype=ctx.out_dtype)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(per_piece)), target)
+
+
+def _output_row(ctx, work, token, head):
+    out = part_of(ctx, ctx.tensors.out, work)
+    if ctx.traits.q_layout == "varlen":
+        return out[work.offset_q + token, head, None]
+    return out[work.batch, token, head, None]

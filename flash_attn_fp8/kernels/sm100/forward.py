@@ -1,0 +1,246 @@
+"""The SM100 forward kernel: host entry, and a body that reads as its set of warp roles.
+
+docs/kernel_sm100.md draws the pipeline: who waits for whom, and what lies where.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.blackwell_helpers as blackwell
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.memory import SmemAllocator
+
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.sm100.barriers import Barriers
+from flash_attn_fp8.kernels.sm100.context import Buffers, Context
+from flash_attn_fp8.kernels.sm100.correction import correction_role
+from flash_attn_fp8.kernels.sm100.geometry import (
+    CORRECTION_REGISTERS,
+    CORRECTION_WARP,
+    LOAD_WARP,
+    MMA_WARP,
+    OTHER_REGISTERS,
+    SOFTMAX_REGISTERS,
+    SOFTMAX_WARPS,
+    TAIL_WARP,
+    THREADS,
+    TMEM_COLUMNS,
+    WARP,
+    Geometry,
+)
+from flash_attn_fp8.kernels.sm100.load import Box, Loads, load_role
+from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
+from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.sm100.schedule import Schedule
+from flash_attn_fp8.kernels.sm100.softmax import softmax_role
+from flash_attn_fp8.kernels.sm100.tail import tail_role
+from flash_attn_fp8.specs import TILE, Sm100Spec
+
+_TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
+_TMEM_USERS = WARP * (MMA_WARP + 1)  # softmax, correction and MMA warps
+
+
+class Sm100Forward:
+    """The kernel of one spec."""
+
+    def __init__(self, spec: Sm100Spec) -> None:
+        self.spec = spec
+        self.geometry = Geometry(spec)
+        self.q_dtype = DTYPES[spec.traits.q_format]
+        self.out_dtype = DTYPES[spec.out_format]
+
+    @cute.jit
+    def __call__(self, tensors: Tensors, scalars: Scalars, stream):
+        """Host code: descriptors for TMA, and the launch."""
+        g = self.geometry
+        products = self._products()
+        boxes = self._boxes(products)
+        q = boxes.q.atom(_queries(tensors.q, self.spec.group))
+        k = boxes.k.atom(_rows_first(tensors.k))
+        v = boxes.v.atom(_rows_first(tensors.v))
+        schedule = Schedule.of(g, tensors, scalars)
+        grid = cutlass.min(scalars.num_ctas, schedule.total)
+        self.kernel.set_name_prefix("flash_attn_fp8_sm100_forward")
+        self.kernel(
+            tensors, scalars, q[0], q[1], k[0], k[1], v[0], v[1], products.qk, products.pv
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    def _products(self) -> Products:
+        g, d = self.geometry, self.q_dtype
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        one = tcgen05.CtaGroup.ONE
+        qk = blackwell.make_trivial_tiled_mma(d, d, k_major, k_major, Float32, one, (TILE, TILE))
+        pv = blackwell.make_trivial_tiled_mma(
+            d, d, k_major, mn_major, Float32, one, (TILE, g.head_dim_v), tcgen05.OperandSource.TMEM
+        )
+        return self._with_layouts(qk, pv)
+
+    def _with_layouts(self, qk, pv) -> Products:
+        g, d = self.geometry, self.q_dtype
+        of_qk, of_pv = (TILE, TILE, g.head_dim), (TILE, g.head_dim_v, TILE)
+        slot = g.kv_bytes // g.element
+        return Products(
+            qk,
+            pv,
+            q_layout=blackwell.make_smem_layout_a(qk, of_qk, d, g.q_slots),
+            k_layout=_strided(blackwell.make_smem_layout_b(qk, of_qk, d, g.kv_slots), slot),
+            p_layout=blackwell.make_smem_layout_a(pv, of_pv, d, 1),
+            v_layout=_strided(blackwell.make_smem_layout_b(pv, of_pv, d, g.kv_slots), slot),
+        )
+
+    def _boxes(self, products: Products) -> Loads:
+        g = self.geometry
+        chunk, chunk_v = g.chunk(g.head_dim), g.chunk(g.head_dim_v)
+        chunks, chunks_v = g.head_dim // chunk, g.head_dim_v // chunk_v
+        return Loads(
+            q=Box(chunk, chunks, (self.spec.group, g.tokens), products.q_layout.inner),
+            k=Box(chunk, chunks, (g.key_rows,), products.k_layout.inner),
+            v=Box(chunk_v, chunks_v, (g.key_rows,), products.v_layout.inner),
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tensors: Tensors,
+        scalars: Scalars,
+        q_atom: cute.CopyAtom,
+        q: cute.Tensor,
+        k_atom: cute.CopyAtom,
+        k: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v: cute.Tensor,
+        qk: cute.TiledMma,
+        pv: cute.TiledMma,
+    ):
+        """Device code: set up, then each warp plays its role to the end."""
+        products = self._with_layouts(qk, pv)
+        boxes = self._boxes(products)
+        ctx = self._context(tensors, scalars)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self._set_up(ctx, warp, (q_atom, k_atom, v_atom))
+
+        if warp == LOAD_WARP:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            load_role(ctx, Loads((q_atom, q, boxes.q), (k_atom, k, boxes.k), (v_atom, v, boxes.v)))
+
+        elif warp == MMA_WARP:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.alloc_tmem(TMEM_COLUMNS, ctx.buffers.tmem_address)
+            tmem = _tensor_memory(ctx)
+            mma_role(ctx, products, fragments(ctx, products, tmem))
+            cute.arch.relinquish_tmem_alloc_permit()
+            _meet()
+            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
+
+        elif warp >= CORRECTION_WARP and warp < MMA_WARP:
+            cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
+            correction_role(ctx, _tensor_memory(ctx))
+            _meet()
+
+        elif warp < CORRECTION_WARP:
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            tmem = _tensor_memory(ctx)
+            if warp < SOFTMAX_WARPS * self.geometry.q_stage:
+                softmax_role(ctx, warp // SOFTMAX_WARPS, tmem)
+            _meet()
+
+        else:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if const_expr(self.geometry.cleans_tail):
+                if warp == TAIL_WARP:
+                    tail_role(ctx)
+
+    def _context(self, tensors: Tensors, scalars: Scalars) -> Context:
+        g = self.geometry
+        smem = SmemAllocator()
+        barriers = Barriers.of(smem, g)
+        rows = cute.make_layout((TILE, g.q_stage))
+        buffers = Buffers(
+            tmem_address=smem.allocate_array(Int32, 1),
+            row_scale=smem.allocate_tensor(Float32, rows, 16),
+            token_scale=None,
+            staging=smem.allocate_array(cutlass.Uint8, g.staging_bytes, byte_alignment=128),
+            q=smem.allocate_array(self.q_dtype, TILE * g.head_dim * g.q_slots, byte_alignment=1024),
+            kv=smem.allocate_array(
+                self.q_dtype, g.kv_bytes // g.element * g.kv_slots, byte_alignment=1024
+            ),
+        )
+        return Context(
+            geometry=g,
+            p_dtype=DTYPES[self.spec.traits.policy.p_format],
+            out_dtype=self.out_dtype,
+            tensors=tensors,
+            scalars=scalars,
+            schedule=Schedule.of(g, tensors, scalars),
+            buffers=buffers,
+            barriers=barriers,
+            first=cute.arch.block_idx()[0],
+            stride=cute.arch.grid_dim()[0],
+        )
+
+    @cute.jit
+    def _set_up(self, ctx, warp, atoms):
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        if warp == MMA_WARP:
+            with cute.arch.elect_one():
+                ctx.barriers.init()
+            cute.arch.mbarrier_init_fence()
+        if const_expr(self.geometry.rows < TILE):
+            self._zero_unused_rows(ctx)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _zero_unused_rows(self, ctx):
+        """Rows of query tiles that no token has; TMA never writes them, the tensor core reads them."""
+        g = self.geometry
+        words = g.chunk(g.head_dim) * g.element // 4
+        count = (TILE - g.rows) * words
+        start = cute.recast_ptr(ctx.buffers.q, dtype=Uint32)
+        for column in cutlass.range_constexpr(g.q_slots * g.head_dim // g.chunk(g.head_dim)):
+            unused = start + (column * TILE + g.rows) * words
+            unused = cute.make_tensor(unused, cute.make_layout(count))
+            word = cute.arch.thread_idx()[0]
+            while word < count:
+                unused[word] = Uint32(0)
+                word += THREADS
+        cute.arch.fence_view_async_shared()
+
+
+def _tensor_memory(ctx):
+    """The address of the CTA's tensor memory, once it is allocated."""
+    _meet()
+    return cute.arch.retrieve_tmem_ptr(Float32, 16, ctx.buffers.tmem_address)
+
+
+def _meet() -> None:
+    cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=_TMEM_USERS)
+
+
+def _queries(q, group: int):
+    """(b, s, h, d) or (total, h, d) as (d, group, rows, h / group[, b])."""
+    rank = len(q.shape)
+    shape, stride = q.shape[rank - 3 :], q.stride[rank - 3 :]
+    shape = (shape[2], group, shape[0], shape[1] // group, *q.shape[: rank - 3])
+    stride = (1, stride[1], stride[0], stride[1] * group, *q.stride[: rank - 3])
+    return cute.make_tensor(q.iterator, cute.make_layout(shape, stride=stride))
+
+
+def _rows_first(x):
+    """(b, s, h, d), (pages, page_size, h, d) or (total, h, d) as (d, rows, h[, b or page])."""
+    rank = len(x.shape)
+    order = (rank - 1, rank - 3, rank - 2, *range(rank - 3))
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(order)))
+
+
+def _strided(layout, slot: int):
+    """A staged layout whose last mode, the slot, has a stride of `slot` elements.
+
+    K and V share a ring; their rows may differ in length.
+    """
+    outer = layout.outer
+    outer = cute.make_layout(outer.shape, stride=(*outer.stride[:-1], slot))
+    return cute.make_composed_layout(layout.inner, 0, outer)

@@ -1,0 +1,159 @@
+"""Sizes of the SM100 forward kernel: tiles, buffers, tensor memory, registers. No compiler needed.
+
+Everything that two roles must agree on is computed here, once, from the spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.specs import TILE, Sm100Spec
+
+# CUDA programming guide, technical specifications of compute capability 10.0.
+SHARED_MEMORY = 227 * 1024
+TMEM_COLUMNS = 512
+REGISTERS = 64 * 1024
+
+WARP = 32
+THREADS = 16 * WARP
+
+# Warps of each role.
+SOFTMAX_WARPS = 4  # a tile of 128 rows, a row per thread
+CORRECTION_WARPS = 4
+CORRECTION_WARP = 8  # the first
+MMA_WARP = 12
+LOAD_WARP = 13
+TAIL_WARP = 14
+SCALE_WARP = 15
+
+# Registers a thread: 128 x (2 x softmax + correction + others) fits the register file.
+SOFTMAX_REGISTERS = 192
+CORRECTION_REGISTERS = 80
+OTHER_REGISTERS = 48
+
+# Two score tiles are in flight: one per query tile, or of successive key tiles.
+S_SLOTS = 2
+TOKEN_SCALE_SLOTS = 2  # key tiles whose per-token scales are in shared memory
+
+_MISCELLANY = 10 * 1024  # barriers, row scales, per-token scales, alignment
+_STAGING_ROW = 128  # bytes of an output row that are staged at once
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What the spec implies."""
+
+    spec: Sm100Spec
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return FORMATS[self.spec.traits.q_format].bits // 8
+
+    @property
+    def head_dim(self) -> int:
+        return self.spec.traits.head_dim
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.spec.traits.head_dim_v
+
+    @property
+    def q_stage(self) -> int:
+        """Query tiles that a CTA works on at once: two where tensor memory holds two outputs."""
+        return 2 if S_SLOTS * TILE + 2 * self.head_dim_v <= TMEM_COLUMNS else 1
+
+    @property
+    def lookahead(self) -> int:
+        """Key tiles whose scores are asked for before the first P·V."""
+        return S_SLOTS // self.q_stage
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of a tile; each has `group` rows. Rows beyond tokens * group are unused."""
+        return TILE // self.spec.group
+
+    @property
+    def rows(self) -> int:
+        """Rows of a query tile that are used."""
+        return self.tokens * self.spec.group
+
+    def chunk(self, head_dim: int) -> int:
+        """Elements of a row that lie together in shared memory: one swizzle row."""
+        row = head_dim * self.element
+        width = next(w for w in (128, 64, 32) if row % w == 0)
+        return width // self.element
+
+    @property
+    def key_rows(self) -> int:
+        """Keys of one TMA box: a tile, or a page where pages are smaller."""
+        page_size = self.spec.page_size
+        return TILE if page_size is None else min(TILE, page_size)
+
+    @property
+    def q_bytes(self) -> int:
+        return TILE * self.head_dim * self.element
+
+    @property
+    def kv_bytes(self) -> int:
+        return TILE * max(self.head_dim, self.head_dim_v) * self.element
+
+    @property
+    def staging_bytes(self) -> int:
+        """Each correction warp turns 32 pieces of rows from row-per-thread to coalesced."""
+        return 4 * WARP * _STAGING_ROW
+
+    @property
+    def out_element(self) -> int:
+        return FORMATS[self.spec.out_format].bits // 8
+
+    @property
+    def staging_columns(self) -> int:
+        """Output columns that are staged at once."""
+        return gcd(_STAGING_ROW // self.out_element, self.head_dim_v)
+
+    @property
+    def q_slots(self) -> int:
+        """Query tiles in shared memory: two generations where they leave room for four K/V tiles.
+
+        Then the next work's queries arrive while this one's are in use.
+        """
+        double = 2 * self.q_stage * self.q_bytes
+        roomy = self._left_for_kv(double) >= 4 * self.kv_bytes
+        return 2 * self.q_stage if roomy else self.q_stage
+
+    @property
+    def kv_slots(self) -> int:
+        """Tiles of K or V in shared memory."""
+        return min(self._left_for_kv(self.q_slots * self.q_bytes) // self.kv_bytes, 8)
+
+    def _left_for_kv(self, q: int) -> int:
+        return SHARED_MEMORY - _MISCELLANY - self.staging_bytes - q
+
+    def s_column(self, slot: int) -> int:
+        """First tensor memory column of a score tile; P lies over it."""
+        return slot * TILE
+
+    def o_column(self, stage: int) -> int:
+        """First tensor memory column of an output tile."""
+        return S_SLOTS * TILE + stage * self.head_dim_v
+
+    @property
+    def p_columns(self) -> int:
+        """Tensor memory columns of P: 4 bytes of a row each."""
+        return TILE * self.element // 4
+
+    @property
+    def cleans_tail(self) -> bool:
+        """Whether V rows past a sequence's end can hold anything: then they are zeroed.
+
+        P is 0 there, but 0 * NaN is not. TMA fills with zeros what lies past a dense tensor.
+        """
+        return self.spec.traits.kv_layout != "dense" or self.spec.traits.seqused_k
+
+    @property
+    def scales_per_token(self) -> bool:
+        traits = self.spec.traits
+        return any(d is not None and d.per_token for d in (traits.k_descale, traits.v_descale))

@@ -1,0 +1,165 @@
+"""The load warp: Q, K and V from global to shared memory, by TMA, in the order of their use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.specs import TILE
+
+
+@dataclass(frozen=True)
+class Box:
+    """TMA boxes of one operand: `chunk` elements of consecutive rows, whose extents are `rows`.
+
+    In shared memory a tile is a row of columns of chunks, each of `TILE` swizzled rows, so that
+    boxes of any number of rows stack up to the tile that the tensor core reads.
+    """
+
+    chunk: int
+    chunks: int
+    rows: tuple[int, ...]
+    swizzle: cute.Swizzle
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.chunk, *self.rows)
+
+    @property
+    def layout(self):
+        strides = [1]
+        for extent in self.shape[:-1]:
+            strides.append(strides[-1] * extent)
+        return cute.make_layout(self.shape, stride=tuple(strides))
+
+    def atom(self, tensor):
+        """On the host: the TMA atom and tensor of a global tensor whose first mode is the row's."""
+        shared = cute.make_composed_layout(self.swizzle, 0, self.layout)
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(op, tensor, shared, self.shape)
+
+    def load(self, atom, tensor, where, tile, row, barrier) -> None:
+        """A box to row `row` of the shared tile at `tile`.
+
+        `where`: for each mode of `tensor` after the first, the box's number or the coordinate.
+        """
+        rank = len(self.shape)
+        for chunk in range(self.chunks):
+            start = tile + (chunk * TILE + row) * self.chunk
+            shared = cute.make_tensor(cute.recast_ptr(start, self.swizzle), self.layout)
+            boxes = tensor[(*(None,) * rank, *where[rank - 1 :])]
+            box = cute.local_tile(boxes, self.shape, (chunk, *where[: rank - 1]))
+            shared, box = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(shared, 0, rank),
+                cute.group_modes(box, 0, rank),
+            )
+            cute.copy(atom, box, shared, tma_bar_ptr=barrier)
+
+
+class Loads(NamedTuple):
+    """The three operands as the kernel gets them: atoms, TMA tensors and their boxes."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+
+
+@cute.jit
+def load_role(ctx: Context, loads: Loads):
+    """Fill the rings, one unit of work after another."""
+    units, tiles = Int32(0), Int32(0)
+    index = ctx.first
+    while index < ctx.schedule.total:
+        work = ctx.schedule.work(index)
+        n = work.n_max - work.n_min
+        if n > 0:
+            _queries(ctx, loads, work, units)
+            _keys_and_values(ctx, loads, work, tiles)
+            units += 1
+            tiles += n
+        index += ctx.stride
+
+
+@cute.jit
+def _queries(ctx: Context, loads: Loads, work, units: Int32):
+    g, ring = ctx.geometry, ctx.barriers.q
+    atom, tensor, box = loads.q
+    if const_expr(ctx.traits.q_layout == "varlen"):
+        tensor = cute.domain_offset((0, 0, work.offset_q, 0), tensor)
+        rest = (work.head,)
+    else:
+        rest = (work.head, work.batch)
+    for stage in cutlass.range_constexpr(g.q_stage):
+        use = units * g.q_stage + stage
+        ring.wait_empty(use)
+        _expect(ring.full(use), g.rows * g.head_dim * g.element)
+        block = work.token // g.tokens + stage
+        tile = ctx.buffers.q + ring.slot(use) * (TILE * g.head_dim)
+        box.load(atom, tensor, (0, block, *rest), tile, 0, ring.full(use))
+
+
+@cute.jit
+def _keys_and_values(ctx: Context, loads: Loads, work, tiles: Int32):
+    g = ctx.geometry
+    use = tiles * 2
+    n = work.n_max - work.n_min
+    for ahead in cutlass.range_constexpr(g.lookahead):
+        if ahead < n:
+            _tile(ctx, loads.k, work, work.n_max - 1 - ahead, use, g.head_dim)
+            use += 1
+    for i in cutlass.range(n, unroll=1):
+        _tile(ctx, loads.v, work, work.n_max - 1 - i, use, g.head_dim_v)
+        use += 1
+        if i + g.lookahead < n:
+            _tile(ctx, loads.k, work, work.n_max - 1 - i - g.lookahead, use, g.head_dim)
+            use += 1
+
+
+@cute.jit
+def _tile(
+    ctx: Context, load: cutlass.Constexpr, work, n: Int32, use: Int32, width: cutlass.Constexpr
+):
+    """Key tile `n` of K or V into the slot of use number `use`."""
+    g, ring = ctx.geometry, ctx.barriers.kv
+    atom, tensor, box = load
+    head = ctx.schedule.kv_head(work.head)
+    tile = ctx.buffers.kv + ring.slot(use) * (g.kv_bytes // g.element)
+    ring.wait_empty(use)
+    _expect(ring.full(use), TILE * width * g.element)
+    if const_expr(ctx.traits.kv_layout == "dense"):
+        box.load(atom, tensor, (n, head, work.batch), tile, 0, ring.full(use))
+    elif const_expr(ctx.traits.kv_layout == "varlen"):
+        tensor = cute.domain_offset((0, work.offset_k, 0), tensor)
+        box.load(atom, tensor, (n, head), tile, 0, ring.full(use))
+    else:
+        _pages(ctx, load, work, n, head, tile, ring.full(use))
+
+
+@cute.jit
+def _pages(ctx: Context, load: cutlass.Constexpr, work, n: Int32, head: Int32, tile, barrier):
+    """The pages of a key tile, or the part of a page. What lies past the sequence reads as 0."""
+    g, table = ctx.geometry, ctx.tensors.page_table
+    atom, tensor, box = load
+    page_size = g.spec.page_size
+    for row in cutlass.range_constexpr(0, TILE, g.key_rows):
+        key = n * TILE + row
+        page = Int32(ctx.tensors.k.shape[0])  # out of bounds: TMA fills with zeros
+        if key < work.seqlen_k:
+            page = table[work.batch, key // page_size]
+        part = (key % page_size) // g.key_rows
+        box.load(atom, tensor, (part, head, page), tile, row, barrier)
+
+
+@cute.jit
+def _expect(barrier, size: cutlass.Constexpr):
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)

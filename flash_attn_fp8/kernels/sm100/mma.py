@@ -1,0 +1,156 @@
+"""The MMA warp: S = Q Kᵀ and O += P V, issued in the order that keeps the tensor core busy.
+
+Score tiles are numbered u = 0, 1, ... through a unit of work: with two query tiles, u alternates
+between them; with one, it counts key tiles. Tile u lives in slot u % 2, and its P over it. After
+the first two, each P V of tile u is followed by the scores of tile u + 2 in the same slot: the
+tensor core executes in order of issue, so P has been read before it is overwritten.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import tcgen05
+
+from flash_attn_fp8.kernels.sm100.barriers import commit
+from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.geometry import S_SLOTS
+from flash_attn_fp8.specs import TILE
+
+
+class Products(NamedTuple):
+    """The two products: tiled MMAs and the layouts of their operands."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q_layout: cute.ComposedLayout
+    k_layout: cute.ComposedLayout
+    p_layout: cute.ComposedLayout
+    v_layout: cute.ComposedLayout
+
+
+class Fragments(NamedTuple):
+    """What the tensor core reads and writes; the last mode is the slot."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    s: cute.Tensor
+    o: cute.Tensor
+
+
+def fragments(ctx: Context, products: Products, tmem) -> Fragments:
+    """Descriptors of the buffers, for the products."""
+    g = ctx.geometry
+    qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)
+
+    def shared(pointer, layout):
+        return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
+
+    s = qk.make_fragment_C(qk.partition_shape_C((TILE, TILE)))
+    o = pv.make_fragment_C(pv.partition_shape_C((TILE, g.head_dim_v)))
+    p = pv.make_fragment_A(cute.make_tensor(tmem, products.p_layout.outer))
+    return Fragments(
+        q=products.qk.make_fragment_A(shared(ctx.buffers.q, products.q_layout)),
+        k=products.qk.make_fragment_B(shared(ctx.buffers.kv, products.k_layout)),
+        v=products.pv.make_fragment_B(shared(ctx.buffers.kv, products.v_layout)),
+        p=cute.make_tensor(p.iterator, p[None, None, None, 0].layout),
+        s=cute.make_tensor(tmem, s.layout),
+        o=cute.make_tensor(tmem, o.layout),
+    )
+
+
+@cute.jit
+def mma_role(ctx: Context, products: Products, f: Fragments):
+    """Issue the products of one unit of work after another."""
+    g = ctx.geometry
+    units, tiles = Int32(0), Int32(0)
+    index = ctx.first
+    while index < ctx.schedule.total:
+        work = ctx.schedule.work(index)
+        n = work.n_max - work.n_min
+        if n > 0:
+            _unit(ctx, products, f, work, units, tiles)
+            units += 1
+            tiles += n
+        index += ctx.stride
+
+
+@cute.jit
+def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, tiles: Int32):
+    g, kv = ctx.geometry, ctx.barriers.kv
+    n = work.n_max - work.n_min
+    use = tiles * 2  # of the ring of K and V tiles
+    for stage in cutlass.range_constexpr(g.q_stage):
+        ctx.barriers.q.wait_full(units * g.q_stage + stage)
+    for ahead in cutlass.range_constexpr(g.lookahead):
+        if ahead < n:
+            kv.wait_full(use)
+            for stage in cutlass.range_constexpr(g.q_stage):
+                _scores(ctx, products, f, units, tiles + ahead, stage, use)
+            commit(kv.empty(use))
+            use += 1
+    for i in cutlass.range(n, unroll=1):
+        v_use, tile = use, tiles + i
+        more = i + g.lookahead < n
+        kv.wait_full(v_use)
+        if const_expr(g.cleans_tail):
+            if i == 0:
+                ctx.barriers.tail_clean.wait(0, units)
+        if more:
+            kv.wait_full(v_use + 1)
+        for stage in cutlass.range_constexpr(g.q_stage):
+            _output(ctx, products, f, tile, stage, v_use, i > 0)
+            commit(ctx.barriers.o_full.at(stage))
+            if more:
+                _scores(ctx, products, f, units, tile + g.lookahead, stage, v_use + 1)
+        commit(kv.empty(v_use))
+        use += 1
+        if more:
+            commit(kv.empty(v_use + 1))
+            use += 1
+    for stage in cutlass.range_constexpr(g.q_stage):
+        commit(ctx.barriers.q.empty(units * g.q_stage + stage))
+
+
+def slot_and_use(geometry, tile, stage):
+    """Slot of a score tile, and which use of it: key tile number `tile` of query tile `stage`."""
+    if geometry.q_stage == 2:
+        return stage, tile
+    return tile % S_SLOTS, tile // S_SLOTS
+
+
+@cute.jit
+def _scores(ctx, products, f, units, tile, stage: cutlass.Constexpr, k_use):
+    g = ctx.geometry
+    slot, _ = slot_and_use(g, tile, stage)
+    q = f.q[None, None, None, ctx.barriers.q.slot(units * g.q_stage + stage)]
+    k = f.k[None, None, None, ctx.barriers.kv.slot(k_use)]
+    s = cute.make_tensor(f.s.iterator + g.s_column(slot), f.s.layout)
+    _gemm(products.qk, s, q, k, False)
+    commit(ctx.barriers.s_full.at(slot))
+
+
+@cute.jit
+def _output(ctx, products, f, tile, stage: cutlass.Constexpr, v_use, accumulate):
+    g = ctx.geometry
+    slot, use = slot_and_use(g, tile, stage)
+    ctx.barriers.p_full.wait(slot, use)
+    column = g.s_column(slot) * (4 // g.element)  # P's iterator counts elements
+    p = cute.make_tensor(f.p.iterator + column, f.p.layout)
+    v = f.v[None, None, None, ctx.barriers.kv.slot(v_use)]
+    o = cute.make_tensor(f.o.iterator + g.o_column(stage), f.o.layout)
+    _gemm(products.pv, o, p, v, accumulate)
+
+
+@cute.jit
+def _gemm(mma, c, a, b, accumulate):
+    """C (+)= A B over all of K; C is only added to if `accumulate`."""
+    atom = cute.make_mma_atom(mma.op)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        atom.set(tcgen05.Field.ACCUMULATE, accumulate if const_expr(k == 0) else True)
+        cute.gemm(atom, c, a[None, None, k], b[None, None, k], c)

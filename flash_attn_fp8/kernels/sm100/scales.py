@@ -1,0 +1,64 @@
+"""Scales of a unit of work that are constant over its keys, and the scales of each key.
+
+Scores are S = q · k of codes. Their factor to log2 units is softmax_scale * log2 e * q's scale *
+k's scale; V's scale goes into the final normalisation. Scales per (token, KV head) are the scale
+warp's business (`token_scales.py`): K's multiplies the score, V's is folded into the exponent.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+from flash_attn_fp8.kernels.sm100.context import Context
+
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+# A factor of 0 would make NaN of a masked score; this one leaves every score 0 as well.
+_SMALLEST = 2.0**-126
+
+
+@cute.jit
+def row_factor(ctx: Context, work, token, head):
+    """What multiplies S of a row: softmax_scale and the scales of q and k, those per key apart."""
+    traits, t = ctx.traits, ctx.tensors
+    factor = ctx.scalars.softmax_scale
+    if const_expr(traits.q_descale is not None):
+        kind = traits.q_descale
+        scale_head = head if const_expr(kind.per_query_head) else head // traits.q_heads_per_kv_head
+        factor = factor * _value(t.q_descale, kind.granularity, work, token, scale_head)
+    if const_expr(traits.k_descale is not None and not traits.k_descale.per_token):
+        kv_head = ctx.schedule.kv_head(work.head)
+        factor = factor * _value(t.k_descale, traits.k_descale.granularity, work, token, kv_head)
+    if const_expr(not traits.softcap):
+        factor = factor * LOG2E
+    return cute.arch.fmax(factor, Float32(_SMALLEST))
+
+
+@cute.jit
+def output_factor(ctx: Context, work):
+    """What multiplies the normalised output: V's scale, and one over the output's."""
+    traits, t = ctx.traits, ctx.tensors
+    factor = Float32(1.0)
+    if const_expr(traits.v_descale is not None and not traits.v_descale.per_token):
+        kv_head = ctx.schedule.kv_head(work.head)
+        factor = _value(t.v_descale, traits.v_descale.granularity, work, 0, kv_head)
+    if const_expr(traits.output_scale and not ctx.geometry.spec.split):
+        factor = factor / t.output_scale[0]
+    return factor
+
+
+def _value(scale, granularity: str, work, token, head):
+    if granularity == "tensor":
+        return scale[0]
+    if granularity == "head":
+        return scale[head]
+    if granularity == "batch_head":
+        return scale[work.batch, head]
+    # Rows past the sequence's end have no scale of their own: any will do.
+    token = cute.math.min(token, work.seqlen_q - 1)
+    if len(scale.shape) == 2:  # packed
+        return scale[work.offset_q + token, head]
+    return scale[work.batch, token, head]

@@ -1,0 +1,190 @@
+"""Which tile a CTA works on, which rows and keys it has, and which of them see one another.
+
+A band of keys is visible to each query: token t of a sequence sees keys [t + shift - left,
+t + shift + right], where shift = seqlen_k - seqlen_q aligns the ends (bottom right), cut to
+[0, seqlen_k). Every role computes the same ranges from the same few scalars.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass import select_ as select
+
+from flash_attn_fp8.kernels.sm100.geometry import Geometry
+from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
+from flash_attn_fp8.specs import TILE
+
+
+class Work(NamedTuple):
+    """One CTA's unit of work. `head` is a KV head where heads are packed, else a query head.
+
+    Rows [token, token + q_stage * tokens) of the sequence against key tiles [n_min, n_max); none
+    where the two are equal. `offset_q`, `offset_k` locate packed sequences; `extent_q` rows of the
+    output belong to the sequence, of which those from seqlen_q on are not in use.
+    """
+
+    token: Int32
+    head: Int32
+    batch: Int32
+    split: Int32
+    offset_q: Int32
+    seqlen_q: Int32
+    extent_q: Int32
+    offset_k: Int32
+    seqlen_k: Int32
+    n_min: Int32
+    n_max: Int32
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tiles of a launch in their order: neighbours share K/V, and long ones come first.
+
+    A lane is a (head, sequence, split); it has `m_blocks` units of work, of which `total` exist.
+    """
+
+    geometry: Geometry
+    tensors: Tensors
+    scalars: Scalars
+    heads: Int32
+    m_blocks: Int32
+    lanes: Int32
+    total: Int32
+
+    @classmethod
+    def of(cls, geometry: Geometry, tensors: Tensors, scalars: Scalars) -> Schedule:
+        dense = geometry.spec.traits.q_layout == "dense"
+        heads = tensors.q.shape[2 if dense else 1] // geometry.spec.group
+        batch = tensors.q.shape[0] if dense else tensors.cu_seqlens_q.shape[0] - 1
+        m_blocks = cute.ceil_div(scalars.max_seqlen_q, geometry.q_stage * geometry.tokens)
+        lanes = heads * batch * scalars.num_splits
+        return cls(geometry, tensors, scalars, heads, m_blocks, lanes, m_blocks * lanes)
+
+    @property
+    def spec(self):
+        return self.geometry.spec
+
+    @property
+    def traits(self):
+        return self.geometry.spec.traits
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of a unit of work."""
+        return self.geometry.q_stage * self.geometry.tokens
+
+    def kv_head(self, head):
+        """The KV head of a unit's `head`."""
+        per_kv_head = self.traits.q_heads_per_kv_head // self.spec.group
+        return head // per_kv_head if const_expr(per_kv_head > 1) else head
+
+    @cute.jit
+    def work(self, index: Int32) -> Work:
+        """Unit number `index` of the launch."""
+        # Groups of lanes (head, sequence, split), each with all its row blocks, one after another.
+        lane, m_block = self._coordinates(index)
+        split = lane % self.scalars.num_splits
+        head = (lane // self.scalars.num_splits) % self.heads
+        batch = lane // (self.scalars.num_splits * self.heads)
+        offset_q, seqlen_q, extent_q = self._queries(batch)
+        offset_k, seqlen_k = self._keys(batch)
+        token = m_block * self.tokens
+        n_min, n_max = self._key_tiles(token, seqlen_q, seqlen_k, split)
+        return Work(
+            token,
+            head,
+            batch,
+            split,
+            offset_q,
+            seqlen_q,
+            extent_q,
+            offset_k,
+            seqlen_k,
+            n_min,
+            n_max,
+        )
+
+    def _coordinates(self, index):
+        at_once = self.scalars.heads_at_once
+        group = index // (at_once * self.m_blocks)
+        rest = index - group * at_once * self.m_blocks
+        lanes = cutlass.min(at_once, self.lanes - group * at_once)
+        m_block = rest // lanes
+        lane = group * at_once + rest % lanes
+        if const_expr(self.traits.bounded_right):
+            m_block = self.m_blocks - 1 - m_block  # causal: the last rows see most keys
+        return lane, m_block
+
+    def _queries(self, batch):
+        t = self.tensors
+        if const_expr(t.cu_seqlens_q is not None):
+            offset = t.cu_seqlens_q[batch]
+            length = t.cu_seqlens_q[batch + 1] - offset
+        else:
+            offset, length = Int32(0), Int32(t.q.shape[1])
+        used = length
+        if const_expr(t.seqused_q is not None):
+            used = t.seqused_q[batch]
+        return offset, used, length
+
+    def _keys(self, batch):
+        t = self.tensors
+        offset = Int32(0)
+        if const_expr(t.cu_seqlens_k is not None):
+            offset = t.cu_seqlens_k[batch]
+            length = t.cu_seqlens_k[batch + 1] - offset
+        elif const_expr(t.page_table is not None):
+            length = Int32(t.page_table.shape[1] * self.spec.page_size)
+        else:
+            length = Int32(t.k.shape[1])
+        if const_expr(t.seqused_k is not None):
+            length = t.seqused_k[batch]
+        return offset, length
+
+    def _key_tiles(self, token, seqlen_q, seqlen_k, split):
+        """Key tiles [n_min, n_max) that any row of the unit sees, in this split."""
+        last = cutlass.min(token + self.tokens, seqlen_q) - 1
+        shift = seqlen_k - seqlen_q
+        lo, hi = Int32(0), seqlen_k
+        if const_expr(self.traits.bounded_right):
+            hi = cutlass.min(hi, last + shift + self.scalars.window_right + 1)
+        if const_expr(self.traits.bounded_left):
+            lo = cutlass.max(lo, token + shift - self.scalars.window_left)
+        n_min, n_max = lo // TILE, cute.ceil_div(cutlass.max(hi, 0), TILE)
+        if const_expr(self.spec.split):
+            tiles = self._tiles_per_split(seqlen_k)
+            n_min = cutlass.max(n_min, split * tiles)
+            n_max = cutlass.min(n_max, (split + 1) * tiles)
+        # Past the sequence's last row there is nothing to do.
+        n_max = select(token < seqlen_q, n_max, n_min)
+        return n_min, cutlass.max(n_max, n_min)
+
+    def _tiles_per_split(self, seqlen_k):
+        equal = cute.ceil_div(cute.ceil_div(seqlen_k, TILE), self.scalars.num_splits)
+        given = self.scalars.keys_per_split // TILE
+        return select(given > 0, given, equal)
+
+    def visible(self, token, work):
+        """Keys [lo, hi) that token `token` of the unit's sequence sees."""
+        shift = work.seqlen_k - work.seqlen_q
+        lo, hi = Int32(0), work.seqlen_k
+        if const_expr(self.traits.bounded_right):
+            hi = cutlass.min(hi, token + shift + self.scalars.window_right + 1)
+        if const_expr(self.traits.bounded_left):
+            lo = cutlass.max(lo, token + shift - self.scalars.window_left)
+        return lo, hi
+
+    def query(self, work, stage, row):
+        """(token, query head, whether there is an output) of a row of query tile `stage`."""
+        g = self.geometry
+        token = work.token + stage * g.tokens + row // g.spec.group
+        head = work.head * g.spec.group + row % g.spec.group
+        exists = token < work.extent_q
+        if const_expr(g.rows < TILE):
+            exists = exists & (row < g.rows)
+        return token, head, exists

@@ -1,0 +1,218 @@
+"""The softmax warps: a row of scores a thread, online, right to left; P into tensor memory.
+
+With x the score in log2 units, m the running maximum (it may lag by the policy's threshold) and
+offset the policy's max_offset,
+
+    P = 2 ** (x - m + offset),    l += sum P,    l_q += sum of P as it was rounded.
+
+A row's factor 2 ** (m_old - m), and at the end what normalises its output, go to the correction
+warps through shared memory. docs/numerics.md derives the formulas.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass import select_ as select
+
+from flash_attn_fp8.kernels.sm100 import tensor_memory
+from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
+from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.mma import slot_and_use
+from flash_attn_fp8.kernels.sm100.scales import LN2, LOG2E, output_factor, row_factor
+from flash_attn_fp8.specs import TILE
+
+_NEG_INF = -Float32.inf
+
+
+@cute.jit
+def softmax_role(ctx: Context, stage: Int32, tmem):
+    """Rows of query tile `stage` of one unit of work after another."""
+    thread = cute.arch.thread_idx()[0] % TILE
+    tiles = Int32(0)
+    index = ctx.first
+    while index < ctx.schedule.total:
+        work = ctx.schedule.work(index)
+        n = work.n_max - work.n_min
+        token, head, exists = ctx.schedule.query(work, stage, thread)
+        row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
+        if n > 0:
+            factor = row_factor(ctx, work, token, head)
+            lo, hi = ctx.schedule.visible(token, work)
+            for i in cutlass.range(n, unroll=1):
+                row_max, row_sum, row_sum_quantized = _tile(
+                    ctx, tmem, work, stage, thread, tiles + i, i,
+                    (factor, lo, hi), (row_max, row_sum, row_sum_quantized),
+                )  # fmt: skip
+            tiles += n
+        normalizer, lse = _finish(ctx, work, head, row_max, row_sum, row_sum_quantized)
+        if n > 0:
+            _send(ctx, stage, thread, tiles - 1, normalizer)
+        if const_expr(ctx.geometry.spec.writes_lse):
+            if exists:
+                _write_lse(ctx, work, token, head, select(token < work.seqlen_q, lse, _NEG_INF))
+        index += ctx.stride
+
+
+@cute.jit
+def _tile(ctx, tmem, work, stage, thread, tile, i, row, state):
+    """One key tile of a row: (row_max, row_sum, row_sum_quantized) after it."""
+    g, policy = ctx.geometry, ctx.traits.policy
+    factor, lo, hi = row
+    row_max, row_sum, row_sum_quantized = state
+    n_block = work.n_max - 1 - i
+    slot, use = slot_and_use(g, tile, stage)
+    ctx.barriers.s_full.wait(slot, use)
+    address = tmem + g.s_column(slot)
+    s = tensor_memory.load(address, TILE, thread)
+    cute.arch.fence_view_async_tmem_load()
+    factor = _to_log2(ctx, s, factor)
+    _mask(ctx, s, work, stage, n_block, lo, hi)
+    row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
+    if i > 0:
+        _send(ctx, stage, thread, tile - 1, rescale)
+    finite = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    _exponentiate(s, factor, Float32(policy.max_offset) - finite)
+    p, words = _rounded(ctx, s)
+    tensor_memory.store(words, address, g.p_columns, thread)
+    cute.arch.fence_view_async_tmem_store()
+    warp_arrives(ctx.barriers.p_full, slot)
+    row_sum = row_sum * rescale + _sum(s)
+    if const_expr(not ctx.traits.exact_row_sum):
+        row_sum_quantized = row_sum_quantized * rescale + _sum_of_codes(p)
+    return row_max, row_sum, row_sum_quantized
+
+
+@cute.jit
+def _to_log2(ctx, s, factor):
+    """Score tiles that are no plain multiple of x become x, in place; what is left to multiply."""
+    if const_expr(ctx.traits.softcap):
+        softcap = ctx.scalars.softcap
+        inner = factor / softcap * (2 * LOG2E)
+        for i in cutlass.range_constexpr(TILE):
+            # tanh y = 1 - 2 / (e**2y + 1); tanh.approx would err by 2**-11 of the cap
+            e = cute.math.exp2(s[i] * inner, fastmath=True)
+            s[i] = (1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)) * (softcap * LOG2E)
+        factor = Float32(1.0)
+    return factor
+
+
+@cute.jit
+def _mask(ctx, s, work, stage, n_block, lo, hi):
+    """Keys that the row does not see become -inf. Tiles that all rows see whole are left alone."""
+    g = ctx.geometry
+    first = work.token + stage * g.tokens
+    _, right = ctx.schedule.visible(first, work)
+    left, _ = ctx.schedule.visible(first + g.tokens - 1, work)
+    start = n_block * TILE
+    if (start + TILE > right) | (start < left):
+        from_key, to_key = lo - start, hi - start
+        for i in cutlass.range_constexpr(TILE):
+            s[i] = select((i >= from_key) & (i < to_key), s[i], _NEG_INF)
+
+
+@cute.jit
+def _maximum(s):
+    chains = [s[i] for i in range(4)]
+    for i in cutlass.range_constexpr(4, TILE):
+        chains[i % 4] = cute.arch.fmax(chains[i % 4], s[i])
+    return cute.arch.fmax(
+        cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3])
+    )
+
+
+@cute.jit
+def _raise(policy: cutlass.Constexpr, row_max, tile_max):
+    """(maximum, factor of what was summed before): raised where it lags by more than allowed."""
+    highest = cute.arch.fmax(row_max, tile_max)
+    lag = highest - row_max
+    # -inf - -inf is NaN, which no threshold is smaller than: the maximum stays.
+    raises = lag > policy.rescale_threshold
+    rescale = select(raises, cute.math.exp2(-lag, fastmath=True), Float32(1.0))
+    return select(raises, highest, row_max), rescale
+
+
+@cute.jit
+def _exponentiate(s, factor, shift):
+    """s becomes 2 ** (s * factor + shift)."""
+    for i in cutlass.range_constexpr(0, TILE, 2):
+        a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
+        s[i] = cute.math.exp2(a, fastmath=True)
+        s[i + 1] = cute.math.exp2(b, fastmath=True)
+
+
+@cute.jit
+def _rounded(ctx, s):
+    """P in its format, as numbers and as the 32-bit words that hold them."""
+    words = cute.make_rmem_tensor(cute.make_layout(ctx.geometry.p_columns), Float32)
+    dtype = ctx.p_dtype
+    p = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), cute.make_layout(TILE))
+    at_once = cute.make_layout(32)
+    source, target = cute.logical_divide(s, at_once), cute.logical_divide(p, at_once)
+    for i in cutlass.range_constexpr(TILE // 32):
+        target[None, i].store(source[None, i].load().to(dtype))
+    return p, words
+
+
+@cute.jit
+def _sum(s):
+    a, b = (s[0], s[1]), (s[2], s[3])
+    for i in cutlass.range_constexpr(4, TILE, 4):
+        a = cute.arch.add_packed_f32x2(a, (s[i], s[i + 1]))
+        b = cute.arch.add_packed_f32x2(b, (s[i + 2], s[i + 3]))
+    a = cute.arch.add_packed_f32x2(a, b)
+    return a[0] + a[1]
+
+
+@cute.jit
+def _sum_of_codes(p):
+    wide = cute.make_rmem_tensor(cute.make_layout(TILE), Float32)
+    wide.store(p.load().to(Float32))
+    return _sum(wide)
+
+
+@cute.jit
+def _send(ctx, stage, thread, message, value):
+    """Give the correction warps a number for this row; messages of a stage are counted."""
+    ctx.barriers.scale_empty.wait_previous(stage, message)
+    ctx.buffers.row_scale[thread, stage] = value
+    warp_arrives(ctx.barriers.scale_full, stage)
+
+
+@cute.jit
+def _finish(ctx, work, head, row_max, row_sum, row_sum_quantized):
+    """(what normalises the output, LSE). A row without keys: 0 and -inf, or the sink's share."""
+    offset = ctx.traits.policy.max_offset
+    total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
+    top = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    rescale = Float32(1.0)
+    if const_expr(ctx.traits.sink):
+        # Of the splits, the first one counts the sink.
+        sink = cute.arch.fmin(
+            Float32(ctx.tensors.sink[head]) * LOG2E, Float32(3.4028234663852886e38)
+        )
+        if const_expr(ctx.geometry.spec.split):
+            sink = select(work.split == 0, sink, _NEG_INF)
+        highest = cute.arch.fmax(row_max, sink)
+        top = select(highest == _NEG_INF, Float32(0.0), highest)
+        rescale = cute.math.exp2(row_max - top, fastmath=True)
+        in_sink = cute.math.exp2(sink - top + offset, fastmath=True)
+        total = total * rescale + in_sink
+        row_sum = row_sum * rescale + in_sink
+    inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
+    # A NaN among the scores must come out, not 0.
+    inverse = select(total == total, inverse, total)
+    lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
+    return rescale * inverse * output_factor(ctx, work), lse
+
+
+@cute.jit
+def _write_lse(ctx, work, token, head, lse):
+    target = ctx.tensors.lse
+    if const_expr(ctx.geometry.spec.split):
+        target = target[work.split, *(None,) * (len(target.shape) - 1)]
+    if const_expr(ctx.traits.q_layout == "varlen"):
+        target[head, work.offset_q + token] = lse
+    else:
+        target[work.batch, head, token] = lse

@@ -1,0 +1,47 @@
+"""Specs of compiled kernels: frozen records that are their compile keys.
+
+A spec says all that the generated code depends on and nothing else: two calls with equal specs run
+the same code, whatever their sizes. Standard library only, so that planning loads no compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flash_attn_fp8.problem import Traits
+
+TILE = 128  # query rows of a tile, and keys of a tile
+
+
+@dataclass(frozen=True)
+class Sm100Spec:
+    """The SM100 forward kernel.
+
+    `group` query heads share the rows of a tile (`pack_gqa`; 1: not packed). `page_size` of a paged
+    cache. With `split` the kernel writes fp32 partial results, one per part of the keys, which
+    `CombineSpec`'s kernel merges.
+    """
+
+    traits: Traits
+    group: int = 1
+    page_size: int | None = None
+    split: bool = False
+
+    @property
+    def out_format(self) -> str:
+        return "fp32" if self.split else self.traits.out_format
+
+    @property
+    def writes_lse(self) -> bool:
+        return self.split or self.traits.lse
+
+
+@dataclass(frozen=True)
+class CombineSpec:
+    """The kernel that merges the partial results of splits."""
+
+    out_format: str
+    head_dim_v: int
+    varlen: bool
+    lse: bool
+    output_scale: bool

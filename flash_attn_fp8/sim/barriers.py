@@ -143,25 +143,31 @@ class Mbarrier:
 class NamedBarrier:
     """`barrier` of a CTA, or of a cluster: warps arrive, and some of them wait.
 
-    `threads` is the expected number in the current round; `rounds` the completed ones.
+    `threads` is the expected number in the current round; `rounds` the completed ones. `true` counts
+    true predicates of the current round, `reduced` are those of the last.
     """
 
     name: str
     threads: int = 0
     arrived: int = 0
     rounds: int = 0
+    true: int = 0
+    reduced: int = 0
     arriving: Clocks = field(default_factory=Clocks.zero)
     completed: Clocks = field(default_factory=Clocks.zero)
     arrived_by: list[str] = field(default_factory=list)
     waiters: list[Warp] = field(default_factory=list)
 
-    def arrive(self, threads: int, expected: int, clocks: Clocks, who: str) -> None:
+    def arrive(
+        self, threads: int, expected: int, clocks: Clocks, who: str, true: int = 0
+    ) -> None:
         if self.arrived and self.threads != expected:
             raise BarrierMisuse(
                 f"{self.name}: {who} expects {expected} threads, those before {self.threads}"
             )
         self.threads = expected
         self.arrived += threads
+        self.true += true
         if self.arrived > expected:
             raise BarrierMisuse(
                 f"{self.name}: {self.arrived} threads arrived at a barrier of {expected}: "
@@ -172,6 +178,7 @@ class NamedBarrier:
         if self.arrived == expected:
             self.rounds += 1
             self.arrived = 0
+            self.reduced, self.true = self.true, 0
             self.arriving, self.completed = self.completed, self.arriving
             self.arriving.clear()
             self.arrived_by.clear()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds, Unmodelled
+from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.isa.table import WIDTH, Handler, warp
 from flash_attn_fp8.sim.memory import (
@@ -55,7 +55,7 @@ class _Form(NamedTuple):
     rest: tuple[str, ...]
 
 
-def _form(ctx: Context, also: frozenset[str] = frozenset()) -> _Form:
+def parse_form(ctx: Context, also: frozenset[str] = frozenset()) -> _Form:
     space, elements, synchronises, hint = "generic", 1, False, False
     rest = []
     *suffixes, kind = ctx.suffixes
@@ -181,7 +181,7 @@ def _check_aligned(space: str, addresses: np.ndarray, unit: int) -> None:
         )
 
 
-def _synchronise(w: Warp, space: str, addresses: np.ndarray) -> None:
+def synchronise(w: Warp, space: str, addresses: np.ndarray) -> None:
     for address in np.unique(addresses).tolist():
         point = w.cluster.sync_points.setdefault((space, address), Clocks.zero())
         w.acquire(point)
@@ -194,7 +194,7 @@ def _synchronise(w: Warp, space: str, addresses: np.ndarray) -> None:
 @warp("ld", "ldu")
 def load(ctx: Context, instruction: Instruction) -> Handler:
     """`ld{.sem}{.scope}{.space}{.cop}{.vec}.type d, [a]{, policy}`."""
-    form = _form(ctx)
+    form = parse_form(ctx)
     operands = instruction.operands
     if len(operands) != 2 + form.cache_hint:
         ctx.fail(f"{len(operands)} operands")
@@ -207,7 +207,7 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
         lanes = w.lanes(mask)
         addresses = source.of(w, lanes)
         if form.synchronises:
-            _synchronise(w, form.space, addresses)
+            synchronise(w, form.space, addresses)
             w.polled = True
         store_rows(w, lanes, read(w, form.space, addresses, unit, lanes))
 
@@ -217,7 +217,7 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
 @warp("st")
 def store(ctx: Context, instruction: Instruction) -> Handler:
     """`st{.sem}{.scope}{.space}{.cop}{.vec}.type [a], b{, policy}`."""
-    form = _form(ctx)
+    form = parse_form(ctx)
     operands = instruction.operands
     if len(operands) != 2 + form.cache_hint:
         ctx.fail(f"{len(operands)} operands")
@@ -229,7 +229,7 @@ def store(ctx: Context, instruction: Instruction) -> Handler:
         addresses = target.of(w, lanes)
         write(w, form.space, addresses, pack(w, lanes), lanes)
         if form.synchronises:
-            _synchronise(w, form.space, addresses)
+            synchronise(w, form.space, addresses)
 
     return handler
 
@@ -300,98 +300,6 @@ def _source(ctx: Context, operand: Operand, kind: str | None) -> int:
     if ctx.width(operand) is None:
         return ctx.row(operand, kind)
     return ctx.row(operand, kind, wider=True)
-
-
-# ----------------------------------------------------------------------------------- atomics
-
-
-def _f32(f: Callable[[np.float32, np.float32], np.float32]) -> Callable[[int, int], int]:
-    def operate(a: int, b: int) -> int:
-        x, y = np.array([a, b], np.uint32).view(np.float32)
-        with np.errstate(all="ignore"):
-            return int(np.array(f(x, y), np.float32).view(np.uint32))
-
-    return operate
-
-
-def _signed(f: Callable[[int, int], int], bits: int) -> Callable[[int, int], int]:
-    half, full = 1 << (bits - 1), 1 << bits
-
-    def operate(a: int, b: int) -> int:
-        return f((a + half) % full - half, (b + half) % full - half) % full
-
-    return operate
-
-
-def _atomic_operation(ctx: Context, name: str, kind: str) -> Callable[[int, int], int]:
-    bits = WIDTH[kind]
-    modulus = 1 << bits
-    if kind == "f32":
-        known = {"add": _f32(lambda x, y: np.float32(x + y))}
-    elif kind[0] == "s":
-        known = {
-            "min": _signed(min, bits),
-            "max": _signed(max, bits),
-            "add": lambda a, b: (a + b) % modulus,
-        }
-    else:
-        known = {
-            "add": lambda a, b: (a + b) % modulus,
-            "min": min, "max": max,
-            "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-            "exch": lambda a, b: b,
-            "inc": lambda a, b: 0 if a >= b else a + 1,
-            "dec": lambda a, b: b if a == 0 or a > b else a - 1,
-        }  # fmt: skip
-    if name not in known or bits not in (32, 64):
-        ctx.fail(f"atomic .{name}.{kind}")
-    return known[name]
-
-
-_ATOMICS = frozenset(
-    ["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz"]
-)
-
-
-@warp("atom", "red")
-def atomic(ctx: Context, instruction: Instruction) -> Handler:
-    """`atom{.sem}{.scope}{.space}.op.type d, [a], b{, c}`, lane by lane; `red` drops the result."""
-    form = _form(ctx, _ATOMICS)
-    names = [part for part in form.rest if part != "noftz"]
-    returns = instruction.parts[0] == "atom"
-    operands = instruction.operands[returns:]
-    if len(names) != 1 or form.elements != 1 or form.cache_hint:
-        ctx.fail("this form of atomic")
-    name = names[0]
-    if len(operands) != (3 if name == "cas" else 2):
-        ctx.fail(f"{len(operands)} operands")
-    into = ctx.destination(instruction.operands[0]) if returns else ctx.scratch("sink")
-    target = AddressOperand(ctx, operands[0])
-    b = ctx.row(operands[1], form.type)
-    c = ctx.row(operands[2], form.type) if name == "cas" else 0
-    operate = None if name == "cas" else _atomic_operation(ctx, name, form.type)
-    unit = WIDTH[form.type] // 8
-
-    def handler(w: Warp, mask: int) -> None:
-        lanes = w.lanes(mask)
-        addresses = target.of(w, lanes)
-        if w.cluster.memory.processes and form.space != "shared":
-            raise Unmodelled("atomics on global memory between processes: use workers=1")
-        _synchronise(w, form.space, addresses)
-        for i in range(lanes.size):
-            lane, address = lanes[i : i + 1], addresses[i : i + 1]
-            old = int.from_bytes(read(w, form.space, address, unit, lane).tobytes(), "little")
-            given = int(w.registers[b, lane[0]])
-            if operate is None:
-                new = int(w.registers[c, lane[0]]) if old == given else old
-            else:
-                new = operate(old, given)
-            stored = np.frombuffer(new.to_bytes(unit, "little"), np.uint8)[None]
-            write(w, form.space, address, stored, lane)
-            w.registers[into, lane[0]] = old
-        _synchronise(w, form.space, addresses)
-
-    return handler
 
 
 # --------------------------------------------------------------------------------- addresses
@@ -502,7 +410,7 @@ def create_policy(ctx: Context, instruction: Instruction) -> Handler:
 def store_async(ctx: Context, instruction: Instruction) -> Handler:
     """`st.async{.weak}{.space}.mbarrier::complete_tx::bytes{.vec}.type [a], b, [mbar]`."""
     known = {"mbarrier::complete_tx::bytes"}
-    form = _form(ctx, frozenset(known))
+    form = parse_form(ctx, frozenset(known))
     target = AddressOperand(ctx, instruction.operands[0])
     pack = _packer(ctx, instruction.operands[1], form)
     barrier = AddressOperand(ctx, instruction.operands[2], shared=True)

@@ -184,6 +184,13 @@ def _received(pipe: Connection) -> Iterator[Outcome]:
             return
 
 
+def capability() -> tuple[int, int]:
+    """Of device 0, as (major, minor)."""
+    text = _output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader", "--id=0")
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() else (0, 0)
+
+
 def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

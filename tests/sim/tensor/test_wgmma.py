@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash_attn_fp8.sim import hopper
 from flash_attn_fp8.sim.errors import Race, Unmodelled
 from flash_attn_fp8.sim.isa.wgmma import (
     POISON,
@@ -19,7 +20,7 @@ from flash_attn_fp8.sim.isa.wgmma import (
     mma_async,
     wait_group,
 )
-from flash_attn_fp8.sim.matrix import FORMATS, decode_shared_sm90, multiply_aligned
+from flash_attn_fp8.sim.matrix import FORMATS, decode_shared_sm90
 from flash_attn_fp8.sim.memory import SHARED_RESERVED, Checks
 from flash_attn_fp8.sim.numerics import from_float32, to_float32
 from flash_attn_fp8.sim.state import Cta, Warp
@@ -35,6 +36,7 @@ from tests.sim.tensor.build import (
 )
 from tests.sim.tensor.test_mma_sync import a_place
 
+_E4M3, _E5M2 = ((FORMATS[name], FORMATS[name]) for name in ("e4m3", "e5m2"))
 SPANS = {"none": 16, "32": 32, "64": 64, "128": 128}
 
 
@@ -148,14 +150,15 @@ def test_long_fp8_sums_stall_as_measured(keys, wanted):
     one, v = np.ones((1, 32)), np.full((1, 32), 0.75)
     total = np.zeros((1, 1))
     for _ in range(keys // 32):
-        total = multiply_aligned(one, v, total)
+        total = hopper.multiply(one, v, total, _E4M3, "f32")
     output = from_float32((total / keys).astype(np.float32), "bf16")
     assert round(float(to_float32(output, "bf16")[0, 0]), 4 if keys > 8192 else 3) == wanted
 
 
 def test_aligned_sums_keep_infinity_and_nan():
-    inf = multiply_aligned(np.array([[np.inf, 1.0]]), np.array([[1.0, 1.0]]), None)
-    nan = multiply_aligned(np.array([[np.inf, 1.0]]), np.array([[0.0, 1.0]]), None)
+    infinite = np.array([[np.inf, 1.0]])
+    inf = hopper.multiply(infinite, np.array([[1.0, 1.0]]), None, _E5M2, "f32")
+    nan = hopper.multiply(infinite, np.array([[0.0, 1.0]]), None, _E5M2, "f32")
     assert np.isposinf(inf[0, 0])
     assert np.isnan(nan[0, 0])
 

@@ -23,7 +23,7 @@ from flash_attn_fp8.sim.launch import CapturedLaunch
 RUNS = 7
 QUERIES = 256
 BARS = {"all": 2.0, "none": 0.5}  # seconds of e4m3, 1024 keys, 1 head, on one core
-_CHECKS = {"all": sim.Checks(), "none": sim.Checks(races=False, proxies=False, uninitialised=False)}
+_CHECKS = {"all": sim.Checks(), "none": sim.Checks(False, False, False, False, False)}
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 

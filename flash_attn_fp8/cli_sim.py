@@ -35,6 +35,8 @@ def sim(
     races: Annotated[bool, typer.Option(help="Look for races.")] = True,
     proxies: Annotated[bool, typer.Option(help="Demand proxy fences.")] = True,
     uninitialised: Annotated[bool, typer.Option(help="Look for unwritten reads.")] = True,
+    phases: Annotated[bool, typer.Option(help="Look for phases that overtake a wait.")] = True,
+    exits: Annotated[bool, typer.Option(help="Look for copies that outlive their CTA.")] = True,
     workers: Annotated[int, typer.Option(help="Processes that share a grid.", min=1)] = 1,
     counters: Annotated[Path | None, typer.Option(help="Write executed instructions here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline for Perfetto here.")] = None,
@@ -54,7 +56,7 @@ def sim(
         with simulator.device(
             target,
             sm_count=sms,
-            checks=simulator.Checks(races=races, proxies=proxies, uninitialised=uninitialised),
+            checks=simulator.Checks(races, proxies, uninitialised, phases, exits),
             schedule=_schedule(schedule, seed),
             workers=workers,
             trace=timeline,

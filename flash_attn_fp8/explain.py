@@ -29,8 +29,6 @@ _FUNCTIONS = {
     "_flash_attn_fwd": api._flash_attn_fwd,
 }
 
-_OPS = "torch.ops.flash_attn_fp8."
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -81,7 +79,7 @@ class Explanation:
             f"  scores    softmax_scale {s.softmax_scale:g}, softcap {s.softcap or 'none'}, sink "
             f"{'yes' if t.sink else 'no'}",
             f"  descales  {scales or 'none'}",
-            f"  policy    {t.policy}",
+            f"  policy    {t.policy_in_force}",
             f"            P {_headroom(t.policy)} and is zero below "
             f"2^{t.policy.tail_log2:g} of the row's largest",
             f"  row sum   {_row_sum(t)}",
@@ -123,12 +121,11 @@ def _headroom(policy: Fp8Policy) -> str:
 
 
 def _row_sum(traits: Traits) -> str:
-    """What normalises the output, which the policy's field does not always say."""
-    if traits.exact_row_sum and traits.policy.row_sum != "exact":
-        return "exact, whatever the policy says: v_descale per token sits in P's exponent"
-    return (
-        "exact: of P before it is rounded" if traits.exact_row_sum else "quantized: of P as rounded"
-    )
+    """What normalises the output, and why where the call decides it."""
+    if not traits.exact_row_sum:
+        return "quantized: of P as rounded"
+    why = ", since v_descale per token sits in P's exponent" if traits.v_scale_in_exponent else ""
+    return f"exact: of P before it is rounded{why}"
 
 
 def _accumulation(spec: TiledSpec) -> str:
@@ -213,7 +210,7 @@ def parse_call(text: str) -> Call:
         InvalidArguments: the text is no such call.
     """
     match = re.fullmatch(r"\s*([\w.]+)\((.*)\)\s*", text, re.DOTALL)
-    if match is None or not (match[1] in _FUNCTIONS or match[1].startswith(_OPS)):
+    if match is None or match[1] not in _FUNCTIONS:
         raise InvalidArguments(
             f"{text!r} is no call; write flash_attn_func(q=e4m3[1, 128, 8, 64], ...)"
         )

@@ -137,7 +137,7 @@ _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? min_seqlen_k, int num_splits, "
     "SymInt? seqlen_k_per_split, bool? pack_gqa, bool deterministic, "
     "bool disable_scheduler_metadata, bool return_lse, ScalarType? out_dtype, str? fp8_policy, "
-    "str? impl"
+    "str? impl, str caller"  # caller: the public function and its names, see `_caller_of`
 )
 _INPUTS = Operands._fields.index("out")  # tensors that are only read
 
@@ -145,6 +145,8 @@ _INPUTS = Operands._fields.index("out")  # tensors that are only read
 def _forward_through_op(call: Call) -> tuple[Tensor, Tensor | None]:
     _check_before_op(call)
     o, options = call.with_tensors().operands, call.options
+    o = o._replace(page_table=call.operands.page_table)  # whose rank belongs to its name
+    caller = _caller_of(call)
     policy = None if options.fp8_policy is None else str(options.fp8_policy)
     wants_lse = options.return_lse or o.lse is not None
     options = options._replace(
@@ -157,9 +159,9 @@ def _forward_through_op(call: Call) -> tuple[Tensor, Tensor | None]:
         lse = o.lse
         if lse is None and wants_lse:
             lse = o.q.new_empty(_lse_shape(o), dtype=torch.float32)
-        _forward_out_op(*o[:_INPUTS], o.out, lse, *options)
+        _forward_out_op(*o[:_INPUTS], o.out, lse, *options, caller)
         return o.out, lse
-    out, lse = _forward_op(*o[:_INPUTS], *options)
+    out, lse = _forward_op(*o[:_INPUTS], *options, caller)
     if o.lse is not None:
         if o.lse.shape != lse.shape or o.lse.dtype != lse.dtype:
             problem_of(call)  # raises: copy_ would broadcast and convert
@@ -259,7 +261,18 @@ def _fake_problem(call: Call) -> Problem:
     return problem
 
 
+def _caller_of(call: Call) -> str:
+    """The function that was called and what it calls the fields, for refusals inside the op."""
+    return " ".join([call.function, *(f"{field}={name}" for field, name in call.names.items())])
+
+
 def _call_of(*args: Any) -> Call:
     """The call that the arguments of `forward_out` spell out."""
-    operands, options = args[: len(Operands._fields)], args[len(Operands._fields) :]
-    return Call("torch.ops.flash_attn_fp8.forward", Operands(*operands), Options(*options))
+    operands, options = args[: len(Operands._fields)], args[len(Operands._fields) : -1]
+    function, *names = args[-1].split()
+    return Call(
+        function,
+        Operands(*operands),
+        Options(*options),
+        names=dict(name.split("=") for name in names),
+    )

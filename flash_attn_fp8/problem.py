@@ -61,6 +61,11 @@ class Traits:
         return bool(self.v_descale and self.v_descale.per_token and self.p_format.is_fp8)
 
     @property
+    def policy_in_force(self) -> Fp8Policy:
+        """`policy` with the row sum that counts, for people to read."""
+        return self.policy.replace(row_sum="exact") if self.exact_row_sum else self.policy
+
+    @property
     def exact_row_sum(self) -> bool:
         """Whether the output is normalised by the fp32 sum of the unrounded P.
 

@@ -50,18 +50,32 @@ def _too_many_splits(problem: Problem, target: Target) -> str | None:
     if problem.request.seqlen_k_per_split is None:
         asked = f"num_splits=0 with deterministic=True (parts of {DETERMINISTIC_KEYS_PER_SPLIT})"
     enough = -(-longest // (MAX_SPLITS * SPLIT_MULTIPLE)) * SPLIT_MULTIPLE
+    shorter = {
+        "dense": "",
+        "varlen": f", or max_seqlen_k, if no sequence has all {longest} packed rows",
+        "paged": f", or max_seqlen_k, if no sequence fills all {longest} slots of its pages",
+    }
     return (
         f"{asked} cuts {longest} keys into {-(-longest // keys)} parts, and at most {MAX_SPLITS} "
-        f"can be combined: write seqlen_k_per_split={enough} or more (max_seqlen_k bounds the keys "
-        f"of packed and paged calls)"
+        f"can be combined: write seqlen_k_per_split={enough} or more"
+        f"{shorter[problem.traits.kv_layout]}"
     )
+
+
+def _no_stand_in_for_long_keys(problem: Problem, target: Target) -> str | None:
+    """A length alone does not exchange the kernels' numerics for the definition's."""
+    return _too_many_splits(problem, target) if problem.request.impl is None else None
 
 
 _RULES: dict[str, tuple[Rule, ...]] = {
     "cute": (_no_kernels,),
     "sim": (_no_simulator,),
     "tiled": (_too_many_splits,),
-    "reference": (_reference_has_no_policy, _reference_does_not_split),
+    "reference": (
+        _reference_has_no_policy,
+        _reference_does_not_split,
+        _no_stand_in_for_long_keys,
+    ),
 }
 
 

@@ -181,7 +181,7 @@ def accuracy_report(
     recipe = Recipe(fmt, per, over_cache=fmt is INT8)
     subject = _Subject(q, k, v, call, fp8_policy, recipe)
     quantised = subject.quantised(recipe)
-    policy = problem_of(quantised).traits.policy
+    policy = problem_of(quantised).traits.policy_in_force
     outputs = subject.by_source(policy)
     outputs["everything"] = subject.run(recipe)
     reference = outputs.pop("exact")

@@ -143,29 +143,44 @@ class Mbarrier:
 class NamedBarrier:
     """`barrier` of a CTA, or of a cluster: warps arrive, and some of them wait.
 
-    `threads` is the expected number in the current round; `rounds` the completed ones. `true` counts
-    true predicates of the current round, `reduced` are those of the last.
+    `threads` is the expected number in the current round; `rounds` the completed ones. Who has
+    exited is not waited for where `everyone` is expected. `true` counts true predicates of the
+    current round; `reduced` are those of the last, and its threads.
     """
 
     name: str
     threads: int = 0
     arrived: int = 0
     rounds: int = 0
+    everyone: bool = False
     true: int = 0
-    reduced: int = 0
+    reduced: tuple[int, int] = (0, 0)
     arriving: Clocks = field(default_factory=Clocks.zero)
     completed: Clocks = field(default_factory=Clocks.zero)
     arrived_by: list[str] = field(default_factory=list)
     waiters: list[Warp] = field(default_factory=list)
 
+    def of_all(self, warps: list[Warp]) -> int:
+        """How many threads the current round expects if it is for all that have not exited."""
+        if self.arrived and self.everyone:
+            return self.threads
+        return 32 * sum(not warp.exited for warp in warps)
+
     def arrive(
-        self, threads: int, expected: int, clocks: Clocks, who: str, true: int = 0
+        self,
+        threads: int,
+        expected: int,
+        clocks: Clocks,
+        who: str,
+        *,
+        everyone: bool = False,
+        true: int = 0,
     ) -> None:
         if self.arrived and self.threads != expected:
             raise BarrierMisuse(
                 f"{self.name}: {who} expects {expected} threads, those before {self.threads}"
             )
-        self.threads = expected
+        self.threads, self.everyone = expected, everyone
         self.arrived += threads
         self.true += true
         if self.arrived > expected:
@@ -175,10 +190,19 @@ class NamedBarrier:
             )
         self.arriving.join(clocks)
         self.arrived_by.append(who)
-        if self.arrived == expected:
+        self._complete()
+
+    def exits(self, threads: int) -> None:
+        """So many have exited that had not arrived in this round."""
+        if self.arrived and self.everyone:
+            self.threads -= threads
+            self._complete()
+
+    def _complete(self) -> None:
+        if self.arrived == self.threads:
             self.rounds += 1
             self.arrived = 0
-            self.reduced, self.true = self.true, 0
+            self.reduced, self.true = (self.true, self.threads), 0
             self.arriving, self.completed = self.completed, self.arriving
             self.arriving.clear()
             self.arrived_by.clear()

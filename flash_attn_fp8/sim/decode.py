@@ -62,6 +62,16 @@ CONSTANT_SPECIALS = frozenset(
     )
 )
 
+# Opcodes that change nothing but registers, or what is only their warp's: a loop of these that also
+# polls does not get anywhere by them.
+_LOOKING = frozenset(
+    (
+        *("ld", "ldu", "cvta", "mapa", "getctarank", "isspacep", "prefetch", "prefetchu"),
+        *("createpolicy", "elect", "activemask", "vote", "match", "shfl", "redux", "mov"),
+        *("fence", "membar", "nanosleep"),
+    )
+)
+
 Source = int | Special | Symbol
 
 
@@ -106,6 +116,15 @@ class Code:
             else:
                 registers[row] = resolve(source)
         return registers
+
+    @functools.cached_property
+    def only_looks(self) -> list[bool]:
+        """For each micro-operation, whether nobody but its warp can notice that it executed."""
+        found = [self.instruction(pc) for pc in range(len(self.micro))]
+        return [
+            i is not None and (i.parts[0] in _LOOKING or i.opcode.startswith("bar.warp"))
+            for i in found
+        ]
 
     def instruction(self, pc: int) -> Instruction | None:
         """The instruction of a micro-operation; None of the return that ends every kernel."""

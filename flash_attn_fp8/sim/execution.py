@@ -26,6 +26,8 @@ def _where(warp: Warp, pc: int) -> str:
 
 _POLLS_PER_WARP = 1000  # without any change; then it is a deadlock of warps that poll
 
+_LOOKS_IN_A_ROW = 4096
+
 
 class Execution:
     """Runs one cluster to its end, or to the first finding."""
@@ -36,15 +38,17 @@ class Execution:
         self.schedule = cluster.pending.schedule
         self.trace = trace
         self.progress = 0  # visible operations that changed something
-        self.polls = 0  # operations since then that only looked
 
     def run(self) -> None:
         live = list(self.warps)
         stalled_at = -1
         while live:
             runnable = [w for w in live if w.runnable]
-            if self.polls > _POLLS_PER_WARP * len(live) and not self.cluster.pending.deliver_next():
-                raise Deadlock(self._deadlock_report(live))
+            if runnable and all(self._polls_in_vain(w) for w in runnable):
+                if not self.cluster.pending.deliver_next():
+                    raise Deadlock(self._deadlock_report(live))
+                self.progress += 1
+                continue
             if runnable:
                 self._run_warp(self.schedule.pick(runnable))
                 live = [w for w in live if not w.exited]
@@ -86,7 +90,7 @@ class Execution:
                 if result is None:
                     pending = self.cluster.pending
                     pending.deliver(pending.now + 1)
-                    if self._gives_way(warp):
+                    if self._gives_way(warp, pc):
                         warp.step_past(mask)
                         return
                     advance = mask
@@ -96,9 +100,9 @@ class Execution:
                     warp.hold_waiting(mask, result)
                     warp.cta.waits[warp.index, result.name] += 1
             elif stop.status == engine.DONE:
-                warp.exited = True
+                warp.exit()
                 if self.trace is not None:
-                    self.trace.ran(warp, warp.clocks.time + warp.uncounted())
+                    self.trace.ended(warp, warp.clocks.time + warp.uncounted())
                 self.progress += 1
                 return
             elif stop.status == engine.HELD:
@@ -108,15 +112,23 @@ class Execution:
             else:
                 raise InstructionLimit(f"{warp.name} of {warp.cta.name} reached the limit")
 
-    def _gives_way(self, warp: Warp) -> bool:
+    def _gives_way(self, warp: Warp, pc: int) -> bool:
         """Whether another warp runs next; counts what has changed something."""
         if warp.polled:
             warp.polled = False
-            self.polls += 1
+            if warp.polls_since != self.progress:
+                warp.polls_since, warp.polls = self.progress, 0
+            warp.polls += 1
             return True
-        self.progress += 1
-        self.polls = 0
-        return self.schedule.switches()
+        if not warp.code.only_looks[pc]:
+            self.progress += 1
+            warp.looked = 0
+            return self.schedule.switches()
+        warp.looked += 1  # a loop of weak loads must not keep others from what it waits for
+        return self.schedule.switches() or warp.looked % _LOOKS_IN_A_ROW == 0
+
+    def _polls_in_vain(self, warp: Warp) -> bool:
+        return warp.polls > _POLLS_PER_WARP and warp.polls_since == self.progress
 
     def _handle(self, warp: Warp, pc: int, mask: int) -> Wait | Converge | None:
         handler = warp.code.handlers[pc]

@@ -33,8 +33,11 @@ class Layout:
     buffers: list[Buffer] = field(default_factory=list)
 
     @classmethod
-    def of(cls, program: Program, entry: Entry) -> Layout:
-        """Static shared variables first, then dynamic shared memory, which all externs share."""
+    def of(cls, program: Program, entry: Entry, other: Layout | None = None) -> Layout:
+        """Static shared variables first, then dynamic shared memory, which all externs share.
+
+        `other` is the layout of another entry of the program: they share the module's variables.
+        """
         layout = cls()
         for p in entry.parameters:
             layout.addresses[p.name] = p.offset
@@ -48,8 +51,14 @@ class Layout:
                 layout.local_bytes = _align(layout.local_bytes, v.align)
                 layout.addresses[v.name] = layout.local_bytes
                 layout.local_bytes += v.size
+            elif v.space in ("global", "const") and other and v in program.variables:
+                layout.addresses[v.name] = other.addresses[v.name]
             elif v.space in ("global", "const"):
                 layout._place_global(v)
+        if other:
+            shared = {other.addresses[v.name] for v in program.variables}
+            layout.storage.extend(other.storage)
+            layout.buffers.extend(b for b in other.buffers if b.address in shared)
         externs = [v for v in variables if v.space == "shared" and not v.size]
         if externs:
             layout.shared_end = _align(layout.shared_end, max(v.align for v in externs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -46,12 +47,13 @@ class Target:
 
     name: str
     shared_bytes: int  # a CTA's largest, without what the system reserves
+    cluster_ctas: int  # a cluster's largest, the non-portable size
 
 
 TARGETS = {
-    "sm_80": Target("sm_80", 163 * 1024),
-    "sm_90a": Target("sm_90a", 227 * 1024),
-    "sm_100a": Target("sm_100a", 227 * 1024),
+    "sm_80": Target("sm_80", 163 * 1024, 1),
+    "sm_90a": Target("sm_90a", 227 * 1024, 16),
+    "sm_100a": Target("sm_100a", 227 * 1024, 16),
 }
 
 
@@ -115,7 +117,9 @@ class Machine:
         key = (id(program), name)
         if key not in self._kernels:
             entry = program.entries[name]
-            self._kernels[key] = Kernel(program, _decoded(entry), Layout.of(program, entry))
+            others = (k.layout for (p, _), k in self._kernels.items() if p == id(program))
+            layout = Layout.of(program, entry, next(others, None))
+            self._kernels[key] = Kernel(program, _decoded(entry), layout)
         return self._kernels[key]
 
 
@@ -150,6 +154,9 @@ class _Job:
 
 
 def _check_launch(kernel: Kernel, launch: Launch, target: Target) -> None:
+    made_for = re.fullmatch(r"sm_(\d+)[af]", kernel.program.target)  # these do not run elsewhere
+    if made_for and made_for[1] != target.name.strip("sm_a"):
+        raise ValueError(f"the program is for {kernel.program.target}, the machine {target.name}")
     sizes = [p.size for p in kernel.code.entry.parameters]
     found = [len(p) for p in launch.params]
     if sizes != found:
@@ -157,9 +164,22 @@ def _check_launch(kernel: Kernel, launch: Launch, target: Target) -> None:
     threads = math.prod(launch.block)
     if not 0 < threads <= 1024:
         raise ValueError(f"block {launch.block} has {threads} threads, not 1 to 1024")
+    directives = kernel.code.entry.directives
+    for name, found_shape in (("reqntid", launch.block), ("reqnctapercluster", launch.cluster)):
+        wanted = directives.get(name)
+        if wanted and (*wanted, 1, 1)[:3] != tuple(found_shape):
+            raise ValueError(f"the entry has .{name} {wanted}, the launch {found_shape}")
+    if threads > math.prod(directives.get("maxntid") or (1024,)):
+        raise ValueError(f"block {launch.block}; the entry has .maxntid {directives['maxntid']}")
     for g, c in zip(launch.grid, launch.cluster, strict=True):
-        if c < 1 or g % c:
+        if c < 1 or g < 1 or g % c:
             raise ValueError(f"grid {launch.grid} is no multiple of cluster {launch.cluster}")
+    if math.prod(launch.cluster) > target.cluster_ctas:
+        raise ValueError(
+            f"cluster {launch.cluster}; {target.name} has at most {target.cluster_ctas} CTAs in one"
+        )
+    if launch.dynamic_smem < 0:
+        raise ValueError(f"{launch.dynamic_smem} bytes of dynamic shared memory")
     used = kernel.layout.shared_end + launch.dynamic_smem - SHARED_RESERVED
     if used > target.shared_bytes:
         raise ValueError(f"{used} bytes of shared memory; {target.name} has {target.shared_bytes}")

@@ -49,7 +49,7 @@ class GlobalMemory:
     """The host memory of registered buffers; nothing else exists."""
 
     def __init__(self, buffers: tuple[Buffer, ...]) -> None:
-        ordered = sorted(buffers, key=lambda b: (b.address, -b.nbytes))
+        ordered = sorted(buffers, key=lambda b: (b.address, -b.nbytes, not b.writable))
         self.buffers: list[Buffer] = []
         for b in ordered:  # views of one storage: the widest covers the others
             last = self.buffers[-1] if self.buffers else None
@@ -64,14 +64,31 @@ class GlobalMemory:
     def shared_between_processes(self) -> Iterator[None]:
         """Keep the bytes where forked processes see each other's writes, and bring them back."""
         own = self._bytes
-        self._bytes = [_anonymous(data) for data in own]
+        self._bytes = self._shared_copies()
         self.processes = True
         try:
             yield
         finally:
-            for data, shared in zip(own, self._bytes, strict=True):
-                data[:] = shared
+            for b, data, shared in zip(self.buffers, own, self._bytes, strict=True):
+                if b.writable:  # else the host's page may not be
+                    data[:] = shared
             self._bytes, self.processes = own, False
+
+    def _shared_copies(self) -> list[np.ndarray]:
+        """The buffers in memory that forked processes share; what overlaps, overlaps there too."""
+        copies: list[np.ndarray] = []
+        start, region = 0, np.empty(0, np.uint8)
+        for b in self.buffers:
+            if b.address >= start + region.size:
+                end = b.address + b.nbytes
+                for other in self.buffers:  # by address
+                    if b.address <= other.address < end:
+                        end = max(end, other.address + other.nbytes)
+                start, region = b.address, _anonymous(end - b.address)
+            copies.append(region[b.address - start : b.address - start + b.nbytes])
+        for copy, data in zip(copies, self._bytes, strict=True):
+            copy[:] = data
+        return copies
 
     def find(self, address: int, size: int, write: bool) -> tuple[np.ndarray, int]:
         """The buffer's bytes that hold [address, address + size), and the offset there."""
@@ -128,11 +145,9 @@ class GlobalMemory:
         return f"{text}; the nearest is {near.name} ({near.nbytes} bytes), passed by {past} bytes"
 
 
-def _anonymous(data: np.ndarray) -> np.ndarray:
-    """A copy in memory that forked processes share."""
-    copy = np.frombuffer(mmap.mmap(-1, max(1, data.size)), np.uint8)[: data.size]
-    copy[:] = data
-    return copy
+def _anonymous(size: int) -> np.ndarray:
+    """Bytes that forked processes share."""
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]
 
 
 def _view(b: Buffer) -> np.ndarray:

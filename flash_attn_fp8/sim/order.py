@@ -33,6 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from flash_attn_fp8.sim.errors import Unmodelled
+
 _MAX_ACTORS = 1024
 _FIRST_READERS = 32
 _MAX_SITES = 3  # remembered for a stamp: a report need not name more
@@ -103,7 +105,7 @@ class Actors:
         if found is None:
             found = self._number[key] = len(self.names)
             if found >= _MAX_ACTORS:
-                raise OverflowError(f"more than {_MAX_ACTORS} actors in one cluster")
+                raise Unmodelled(f"more than {_MAX_ACTORS} actors in one cluster")
             self.names.append(name)
         return found
 

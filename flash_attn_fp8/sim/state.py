@@ -94,11 +94,7 @@ class Cluster:
     barrier_names: Mapping[int, str]
     target: str = "sm_100a"
     barrier: NamedBarrier = field(default_factory=lambda: NamedBarrier("cluster barrier"))
-    sync_points: dict[tuple[str, int], Clocks] = field(default_factory=dict)
-
-    @property
-    def threads(self) -> int:
-        return sum(len(cta.warps) for cta in self.ctas) * WARP_SIZE
+    sync_points: dict[int, Clocks] = field(default_factory=dict)
 
     def cta_of(self, address: int) -> Cta:
         """The CTA whose shared memory the 32-bit address names."""
@@ -238,6 +234,9 @@ class Warp:
     cluster_round: int | None = None  # between arriving at the cluster barrier and waiting
     timed_out: bool = False
     polled: bool = False  # what it just did may only have looked whether something happened
+    polls: int = 0  # how often, since `polls_since` visible operations had changed something
+    polls_since: int = -1
+    looked: int = 0  # operations in a row that changed nothing
     exited: bool = False
     runnable: bool = True
     pc: int = 0
@@ -277,6 +276,14 @@ class Warp:
 
     def wake(self) -> None:
         self.runnable = True
+
+    def exit(self) -> None:
+        """All lanes have exited; barriers of everyone do not wait for them."""
+        self.exited = True
+        for barrier in self.cta.named.values():
+            barrier.exits(WARP_SIZE)
+        if self.cluster_round != self.cluster.barrier.rounds:  # else it has arrived
+            self.cluster.barrier.exits(WARP_SIZE)
 
     # ---------------------------------------------------------------------------- holding lanes
 

@@ -43,6 +43,11 @@ class Trace:
             self._slice(warp, "run", start, until, {})
         self._since[id(warp)] = until
 
+    def ended(self, warp: Warp, until: int) -> None:
+        """The warp has exited; another one may get its identity."""
+        self.ran(warp, until)
+        del self._since[id(warp)]
+
     def waited(self, warp: Warp, start: int, end: int, instruction: Instruction) -> None:
         """The warp waited at an instruction."""
         self.ran(warp, start)

@@ -213,6 +213,13 @@ def test_report_follows_the_policy() -> None:
     assert "P's share depends on fp8_policy" in broken.recommendation
 
 
+def test_report_names_the_row_sum_that_counts() -> None:
+    """Scales of V per token take the exact one, whatever the policy's default."""
+    q, k, v = tensors(seqlen=128)
+    for per, row_sum in (("token_head", "exact"), ("head", "quantized")):
+        assert fa.accuracy_report(q, k, v, per=per).policy.row_sum == row_sum
+
+
 def test_report_prints_itself() -> None:
     text = str(fa.accuracy_report(*tensors(nheads=16)))
     for part in ("by source", "query head", "(the worst 8 of 16)", "worst: sequence", "instead"):

@@ -91,6 +91,24 @@ def test_what_needs_shapes_is_refused_by_the_fake() -> None:
         _compiled(fa.flash_attn_func)(**dense(), learnable_sink=torch.ones(3))
 
 
+def test_the_fake_uses_the_callers_names() -> None:
+    x = cache()
+    wrong = x | {"k_cache": x["k_cache"][..., :8], "cache_batch_idx": ints(1, 0)}
+    (reason,) = _refusal(fa.flash_attn_with_kvcache, wrong).reasons
+    assert reason == "q has head_dim 16 and k_cache 8; they must be equal"
+    with pytest.raises(Exception, match=reason):
+        _compiled(fa.flash_attn_with_kvcache)(**wrong)
+
+
+@pytest.mark.parametrize("name", ["cache_seqlens", "cache_batch_idx"])
+def test_values_are_refused_as_in_eager_when_the_graph_runs(name: str) -> None:
+    wrong = cache() | {name: ints(1, 99)}
+    eager = _refusal(fa.flash_attn_with_kvcache, wrong)
+    assert eager.reasons[0].startswith(f"{name}[1]=99 ")
+    compiled = _refusal(_compiled(fa.flash_attn_with_kvcache), wrong)
+    assert (type(compiled), str(compiled)) == (type(eager), str(eager))
+
+
 def test_tangents_are_refused_while_tracing() -> None:
     x = dense()
 

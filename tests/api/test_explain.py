@@ -259,12 +259,18 @@ def test_a_policy_without_promotion_says_so() -> None:
     [
         ({}, "quantized: of P as rounded"),
         ({"fp8_policy": "reference_fix"}, "exact: of P before it is rounded"),
-        ({"v_descale": _scale(2, 40, 2), "fp8_policy": "balanced"}, "exact, whatever the policy"),
+        (
+            {"v_descale": _scale(2, 40, 2), "fp8_policy": "balanced"},
+            "exact: of P before it is rounded, since v_descale per token",
+        ),
     ],
 )
 def test_the_row_sum_that_counts(more: dict[str, Any], said: str) -> None:
     arguments = {n: x.to("meta") for n, x in dense().items()}
-    assert f"  row sum   {said}" in str(fa.explain(fa.flash_attn_func, **arguments, **more))
+    text = str(fa.explain(fa.flash_attn_func, **arguments, **more))
+    assert f"  row sum   {said}" in text
+    assert f" row_sum={said.partition(':')[0]} " in text
+    assert text.count("row_sum=") == 1
 
 
 def test_a_policy_past_its_budget_cannot_hide() -> None:
@@ -286,6 +292,27 @@ def test_a_deterministic_plan_does_not_look_at_batch_lengths_or_device() -> None
             plan = explanation.plan
             plans.add((plan.impl, plan.split, plan.pack_gqa, plan.disable_scheduler_metadata))
     assert len(plans) == 1
+
+
+def test_a_length_does_not_exchange_the_executor() -> None:
+    x = {"q": _meta(8, 4, 64), "cu_seqlens_q": _index(3)}
+    for rows in (524_288, 524_289):
+        kv = _meta(rows, 2, 64)
+        explanation = fa.explain(
+            fa.flash_attn_varlen_func,
+            **x,
+            k=kv,
+            v=kv,
+            cu_seqlens_k=x["cu_seqlens_q"],
+            num_splits=0,
+            deterministic=True,
+        )
+        if rows == 524_288:
+            assert explanation.plan is not None
+            assert explanation.plan.impl == "tiled"
+    assert not explanation.ok
+    refused = [r for r in explanation.reasons if "cuts 524289 keys into 257 parts" in r]
+    assert [r.partition(":")[0] for r in refused] == ["impl='tiled'", "impl='reference'"]
 
 
 def test_the_executor_on_a_cpu() -> None:
@@ -392,9 +419,9 @@ understood:
   mask      window left 256, right 0
   scores    softmax_scale 0.0883883, softcap none, sink yes
   descales  q per tensor, k per token and head, v per token and head
-  policy    e4m3 max_offset=8 rescale_threshold=0.75 row_sum=quantized exp2=exact promote_every=128
+  policy    e4m3 max_offset=8 rescale_threshold=0.75 row_sum=exact exp2=exact promote_every=128
             P has 0.057 octaves of headroom and is zero below 2^-18 of the row's largest
-  row sum   exact, whatever the policy says: v_descale per token sits in P's exponent
+  row sum   exact: of P before it is rounded, since v_descale per token sits in P's exponent
 would run:
   executor  tiled
   P·V       accumulated in fp32 (promote_every has no effect)

@@ -19,9 +19,26 @@ MANY_KEYS = {
 UNSUPPORTED = (
     DENSE(
         """impl='tiled': seqlen_k_per_split=128 cuts 32769 keys into 257 parts, and at most 256 can
-        be combined: write seqlen_k_per_split=256 or more (max_seqlen_k bounds the keys of packed
-        and paged calls)""",
+        be combined: write seqlen_k_per_split=256 or more""",
         **MANY_KEYS,
+        seqlen_k_per_split=128,
+        impl="tiled",
+    ),
+    PACKED(
+        """impl='tiled': num_splits=0 with deterministic=True (parts of 2048) cuts 524289 keys into
+        257 parts, and at most 256 can be combined: write seqlen_k_per_split=2176 or more, or
+        max_seqlen_k, if no sequence has all 524289 packed rows""",
+        k=codes(1, 2, 16).expand(524289, 2, 16),
+        v=codes(1, 2, 16).expand(524289, 2, 16),
+        num_splits=0,
+        deterministic=True,
+        impl="tiled",
+    ),
+    PAGED(
+        """impl='tiled': seqlen_k_per_split=128 cuts 40000 keys into 313 parts, and at most 256 can
+        be combined: write seqlen_k_per_split=256 or more, or max_seqlen_k, if no sequence fills all
+        40000 slots of its pages""",
+        page_table=torch.zeros(2, 5000, dtype=torch.int32),
         seqlen_k_per_split=128,
         impl="tiled",
     ),

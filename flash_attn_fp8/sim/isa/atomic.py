@@ -116,7 +116,8 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
         addresses = target.of(w, lanes)
         if w.cluster.memory.processes and form.space != "shared":
             raise Unmodelled("atomics on global memory between processes: use workers=1")
-        memory.synchronise(w, form.space, addresses)
+        keys, changes = memory.sync_keys(form.space, addresses), False
+        memory.take_order(w, keys)
         for i in range(lanes.size):
             lane, address = lanes[i : i + 1], addresses[i : i + 1]
             data = memory.read(w, form.space, address, unit, lane)
@@ -125,6 +126,8 @@ def atomic(ctx: Context, instruction: Instruction) -> Handler:
             stored = np.frombuffer(new.to_bytes(unit, "little"), np.uint8)[None]
             memory.write(w, form.space, address, stored, lane)
             w.registers[into, lane[0]] = old
-        memory.synchronise(w, form.space, addresses)
+            changes |= new != old
+        memory.hand_order(w, keys)
+        w.polled = returns and not changes  # a lock that is taken, a flag that is not set
 
     return handler

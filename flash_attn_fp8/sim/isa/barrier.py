@@ -37,6 +37,13 @@ def _by_address(addresses: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(values.tolist(), counts.tolist(), strict=True))
 
 
+def _sums(w: Warp, mask: int, target: AddressOperand, value: ValueOperand) -> list[tuple[int, int]]:
+    """(address, the sum of its lanes' values): each lane executes for itself."""
+    lanes = w.lanes(mask)
+    addresses, given = target.of(w, lanes) & 0xFFFFFFFF, value.of(w, lanes)
+    return [(at, int(given[addresses == at].sum())) for at in np.unique(addresses).tolist()]
+
+
 # --------------------------------------------------------------------------------- mbarriers
 
 
@@ -50,8 +57,11 @@ def init(ctx: Context, instruction: Instruction) -> Handler:
     )
 
     def handler(w: Warp, mask: int) -> None:
-        for address, _ in _by_address(target.of(w, w.lanes(mask))):
-            expected, offset = count.one(w, mask), address & OFFSET_MASK
+        lanes = w.lanes(mask)
+        addresses = target.of(w, lanes) & 0xFFFFFFFF
+        for address, _ in _by_address(addresses):
+            expected = int(count.of(w, lanes[addresses == address])[-1])
+            offset = address & OFFSET_MASK
             if not 1 <= expected <= _MAX_COUNT:
                 raise BarrierMisuse(f"mbarrier.init with count {expected}, not 1 to {_MAX_COUNT}")
             if address % 8:
@@ -112,11 +122,12 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
                 w.registers[state, lanes[addresses == address]] = before
             if expects:
                 barrier.expect_tx(amount, w.name)
-            if "noComplete" in parts and amount >= barrier.pending:
+            arrived = arrivals if expects else amount
+            if "noComplete" in parts and arrived >= barrier.pending:
                 raise BarrierMisuse(f"{w.name}: .noComplete completes {barrier.missing()}")
             if drops:
-                barrier.count -= arrivals
-            barrier.arrive(arrivals if expects else amount, clocks, w.name)
+                barrier.count -= arrived
+            barrier.arrive(arrived, clocks, w.name)
 
     return handler
 
@@ -131,8 +142,8 @@ def expect_tx(ctx: Context, instruction: Instruction) -> Handler:
     )
 
     def handler(w: Warp, mask: int) -> None:
-        for address, times in _by_address(target.of(w, w.lanes(mask))):
-            w.mbarrier(address).expect_tx(times * nbytes.one(w, mask), w.name)
+        for address, total in _sums(w, mask, target, nbytes):
+            w.mbarrier(address).expect_tx(total, w.name)
 
     return handler
 
@@ -147,10 +158,9 @@ def complete_tx(ctx: Context, instruction: Instruction) -> Handler:
     )
 
     def handler(w: Warp, mask: int) -> None:
-        for address, times in _by_address(target.of(w, w.lanes(mask))):
+        for address, total in _sums(w, mask, target, nbytes):
             barrier = w.mbarrier(address)
-            amount = times * nbytes.one(w, mask)
-            barrier.complete_tx(amount, barrier.stamp(), w.name, w.waits_before())
+            barrier.complete_tx(total, barrier.stamp(), w.name, w.waits_before())
 
     return handler
 
@@ -270,13 +280,16 @@ class _Meeting:
         at = self._number.one(w, mask)
         if at > 15:
             raise BarrierMisuse(f"barrier {at}: a CTA has 16")
-        everybody = len(w.cta.warps) * WARP_SIZE
-        expected = everybody if self._threads is None else self._threads.one(w, mask)
+        barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
+        if self._threads is None:
+            expected = barrier.of_all(w.cta.warps)
+        else:
+            expected = self._threads.one(w, mask)
         if expected % WARP_SIZE or not expected:
             raise BarrierMisuse(f"barrier {at} of {expected} threads: not a multiple of 32")
-        barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
         round_ = barrier.rounds
-        barrier.arrive(WARP_SIZE, expected, w.release(), w.name, true)
+        everyone = self._threads is None
+        barrier.arrive(WARP_SIZE, expected, w.release(), w.name, everyone=everyone, true=true)
         return barrier, round_
 
 
@@ -313,8 +326,8 @@ def cta_reduction(ctx: Context, instruction: Instruction) -> Handler:
         barrier, _ = w.token
         if waiting := _leave(w):
             return waiting
-        total = barrier.reduced
-        result = {"popc": total, "and": total == barrier.threads, "or": total > 0}[operation]
+        true, threads = barrier.reduced
+        result = {"popc": true, "and": true == threads, "or": true > 0}[operation]
         w.registers[into, w.lanes(mask)] = int(result)
         return None
 
@@ -334,7 +347,8 @@ def cluster_arrive(ctx: Context, instruction: Instruction) -> Handler:
         barrier = w.cluster.barrier
         w.cluster_round = barrier.rounds
         clocks = w.relaxed_release() if "relaxed" in parts else w.release()
-        barrier.arrive(WARP_SIZE, w.cluster.threads, clocks, w.name)
+        warps = [other for cta in w.cluster.ctas for other in cta.warps]
+        barrier.arrive(WARP_SIZE, barrier.of_all(warps), clocks, w.name, everyone=True)
         return None
 
     return handler

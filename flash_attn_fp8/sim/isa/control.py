@@ -26,15 +26,28 @@ def _synchronised(members: ValueOperand, effect: _WITH_MASK) -> Handler:
     """A `.sync` instruction: its effect once all of `members` are here, for the lanes that are."""
 
     def handler(w: Warp, mask: int) -> Converge | None:
-        member_mask = members.one(w, mask) & ALL_LANES
-        if away := missing_lanes(w, mask, member_mask):
-            return away
-        if mask & ~member_mask:
-            raise BarrierMisuse(f"lanes {mask & ~member_mask:#x} execute it and are not members")
-        effect(w, mask, w.lanes(mask))
+        groups = _groups(members.of(w, w.lanes(mask)), mask, w)
+        for group, member_mask in groups:
+            if away := missing_lanes(w, group, member_mask):
+                return away
+            if group & ~member_mask:
+                raise BarrierMisuse(
+                    f"lanes {group & ~member_mask:#x} execute it and are not members"
+                )
+        for group, _ in groups:
+            effect(w, group, w.lanes(group))
         return None
 
     return handler
+
+
+def _groups(given: np.ndarray, mask: int, w: Warp) -> list[tuple[int, int]]:
+    """(lanes, member mask) of those that name the same members: tiles of a warp may meet apart."""
+    first = int(given[0])
+    if (given == given[0]).all():
+        return [(mask, first & ALL_LANES)]
+    lanes = w.lanes(mask)
+    return [(int((1 << lanes[given == m]).sum()), int(m) & ALL_LANES) for m in np.unique(given)]
 
 
 @warp("elect.sync")

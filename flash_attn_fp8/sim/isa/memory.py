@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds
+from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds, Unmodelled
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.isa.table import WIDTH, Handler, warp
 from flash_attn_fp8.sim.memory import (
@@ -25,7 +25,6 @@ from flash_attn_fp8.sim.memory import (
     WINDOW_MASK,
     WINDOW_OFFSET,
 )
-from flash_attn_fp8.sim.order import Clocks
 from flash_attn_fp8.sim.ptx.program import Instruction, Operand, Sink
 from flash_attn_fp8.sim.state import Warp
 
@@ -44,7 +43,7 @@ _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 _UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """An access: its space ("generic" if none is named), element type, and whether it orders."""
 
     space: str
@@ -55,7 +54,7 @@ class _Form(NamedTuple):
     rest: tuple[str, ...]
 
 
-def parse_form(ctx: Context, also: frozenset[str] = frozenset()) -> _Form:
+def parse_form(ctx: Context, also: frozenset[str] = frozenset()) -> Form:
     space, elements, synchronises, hint = "generic", 1, False, False
     rest = []
     *suffixes, kind = ctx.suffixes
@@ -74,7 +73,7 @@ def parse_form(ctx: Context, also: frozenset[str] = frozenset()) -> _Form:
             ctx.fail(f"modifier .{part}")
     if kind not in WIDTH or kind == "pred":
         ctx.fail(f"type .{kind}")
-    return _Form(space, kind, elements, synchronises, hint, tuple(rest))
+    return Form(space, kind, elements, synchronises, hint, tuple(rest))
 
 
 # ------------------------------------------------------------------------------- the spaces
@@ -181,11 +180,31 @@ def _check_aligned(space: str, addresses: np.ndarray, unit: int) -> None:
         )
 
 
-def synchronise(w: Warp, space: str, addresses: np.ndarray) -> None:
-    for address in np.unique(addresses).tolist():
-        point = w.cluster.sync_points.setdefault((space, address), Clocks.zero())
+def sync_keys(space: str, addresses: np.ndarray) -> list[int]:
+    """The places by generic address: one place has one key, however it is named."""
+    if space == "shared":
+        addresses = (addresses & 0xFFFFFFFF) | SHARED_WINDOW
+    elif space not in ("global", "generic"):
+        return []  # nobody else sees it
+    keys: list[int] = np.unique(addresses).tolist()
+    return keys
+
+
+def take_order(w: Warp, keys: list[int]) -> None:
+    """Before a strong access: its warp takes what those before it left there."""
+    points = w.cluster.sync_points
+    for point in {id(p): p for k in keys if (p := points.get(k)) is not None}.values():
         w.acquire(point)
-        point.join(w.release())
+
+
+def hand_order(w: Warp, keys: list[int]) -> None:
+    """After it: others may take what its warp has observed, this access included.
+
+    The warp has taken what was there, so that is covered. One snapshot serves all its places: a
+    clock for each would be 8 KB an element of what a kernel reduces into.
+    """
+    if keys:
+        w.cluster.sync_points.update(dict.fromkeys(keys, w.release()))
 
 
 # ---------------------------------------------------------------------------- ld, st
@@ -206,10 +225,11 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = source.of(w, lanes)
-        if form.synchronises:
-            synchronise(w, form.space, addresses)
-            w.polled = True
+        keys = sync_keys(form.space, addresses) if form.synchronises else []
+        take_order(w, keys)
         store_rows(w, lanes, read(w, form.space, addresses, unit, lanes))
+        hand_order(w, keys)
+        w.polled = form.synchronises
 
     return handler
 
@@ -227,14 +247,15 @@ def store(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = target.of(w, lanes)
+        keys = sync_keys(form.space, addresses) if form.synchronises else []
+        take_order(w, keys)
         write(w, form.space, addresses, pack(w, lanes), lanes)
-        if form.synchronises:
-            synchronise(w, form.space, addresses)
+        hand_order(w, keys)
 
     return handler
 
 
-def _destination_rows(ctx: Context, operand: Operand, form: _Form) -> list[int]:
+def _destination_rows(ctx: Context, operand: Operand, form: Form) -> list[int]:
     rows = ctx.destinations(operand)
     wanted = form.elements * (2 if form.type == "b128" else 1)
     if len(rows) != wanted:
@@ -243,7 +264,7 @@ def _destination_rows(ctx: Context, operand: Operand, form: _Form) -> list[int]:
 
 
 def _unpacker(
-    ctx: Context, operand: Operand, form: _Form, rows: list[int]
+    ctx: Context, operand: Operand, form: Form, rows: list[int]
 ) -> Callable[[Warp, np.ndarray, np.ndarray], None]:
     """Bytes of memory into registers; signed types extend to the register's width."""
     size = min(8, WIDTH[form.type] // 8)
@@ -271,7 +292,7 @@ def _unpacker(
 
 
 def _packer(
-    ctx: Context, operand: Operand, form: _Form
+    ctx: Context, operand: Operand, form: Form
 ) -> Callable[[Warp, np.ndarray], np.ndarray]:
     """Registers into bytes of memory."""
     kind = None if form.type == "b128" else form.type

@@ -66,11 +66,15 @@ class Captured:
 def captured(heads: int = 2, seqlen_q: int = 256, seqlen_k: int = 768) -> Captured:
     """Two tiles for one CTA, six blocks of keys each: the eight buffers of K and V are reused
     within a tile, and all the rest from one tile to the next."""
-    fa4 = interface()
+    with warnings.catch_warnings():  # of what it imports, and of the compiler
+        warnings.simplefilter("ignore")
+        return _captured(interface(), heads, seqlen_q, seqlen_k)
+
+
+def _captured(fa4: Any, heads: int, seqlen_q: int, seqlen_k: int) -> Captured:
     made = torch.Generator().manual_seed(0)
     launches: list[CapturedLaunch] = []
-    with warnings.catch_warnings(), sim.device("sm_100a", launches.append, sm_count=1):
-        warnings.simplefilter("ignore")
+    with sim.device("sm_100a", launches.append, sm_count=1):
         shapes = ((1, seqlen_q, heads, 128), (1, seqlen_k, heads, 128), (1, seqlen_k, heads, 128))
         qkv = [torch.randn(*s, generator=made).to(torch.float8_e4m3fn) for s in shapes]
         descales = {f"{x}_descale": torch.full((1, heads), 0.5) for x in "qkv"}

@@ -131,7 +131,7 @@ def test_a_committed_buffer_may_be_filled_again(waits):
     rows = np.arange(A, A + 128 * 128, 16)
     data = np.zeros((rows.size, 16), np.uint8)
     cta.shared.write(rows, data, writer.async_access(copied.actor, copied.stamp()))
-    copied.complete_tx(0, copied.stamp(), "copy", None)
+    copied.complete_tx(0, copied.stamp(), "copy")
     copied.arrive(1, None, "copy")
     wait(feeder, cta, SECOND)
     multiply(feeder)

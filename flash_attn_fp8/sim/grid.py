@@ -46,7 +46,15 @@ def cluster_at(
 ) -> Cluster:
     """The cluster whose first CTA is `origin`, ready to run."""
     pending = Pending(settings.schedule())
-    cluster = Cluster([], memory, settings.checks, Actors(), pending, settings.barrier_names, target=settings.target)
+    cluster = Cluster(
+        [],
+        memory,
+        settings.checks,
+        Actors(),
+        pending,
+        settings.barrier_names,
+        target=settings.target,
+    )
     nx, ny, _ = launch.cluster
     for rank in range(math.prod(launch.cluster)):
         x, y, z = rank % nx, rank // nx % ny, rank // (nx * ny)

@@ -33,7 +33,7 @@ _F32_SMALLEST = -126
 def multiply(
     a: np.ndarray, b: np.ndarray, c: np.ndarray | None, formats: tuple[Format, Format], d: str
 ) -> np.ndarray:
-    """`wgmma`: (M, K) times (N, K) transposed, plus c, as float64; f16 `d` is still to be rounded."""
+    """`wgmma`: (M, K) times (N, K) transposed, plus c; an f16 `d` is still to be rounded."""
     bits = _FP8_BITS if formats[0].size == 1 else _ALIGNED_BITS
     return _sum(a, b, c, formats, d, bits, min(bits, _F32_BITS))
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 Operation = Callable[[int, int], int]
 
-_NAMES = frozenset(
-    ["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz"]
-)
+_NAMES = frozenset(["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz"])
 # Types that add, and the type of the parts that are added.
 _FLOATS = {
     "f32": "f32", "f64": "f64", "f16": "f16", "bf16": "bf16", "f16x2": "f16", "bf16x2": "bf16",
@@ -42,7 +40,11 @@ def _signed(f: Operation, bits: int) -> Operation:
 def _integers(name: str, kind: str) -> Operation | None:
     bits = WIDTH[kind]
     modulus = 1 << bits
-    arithmetic: dict[str, Operation] = {"add": lambda a, b: (a + b) % modulus, "min": min, "max": max}
+    arithmetic: dict[str, Operation] = {
+        "add": lambda a, b: (a + b) % modulus,
+        "min": min,
+        "max": max,
+    }
     if kind[0] == "s":
         known = {key: _signed(operate, bits) for key, operate in arithmetic.items()}
     elif kind[0] == "u":

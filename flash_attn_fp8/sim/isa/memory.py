@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds, Unmodelled
+from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.isa.table import WIDTH, Handler, warp
 from flash_attn_fp8.sim.memory import (
@@ -55,6 +55,7 @@ class Form(NamedTuple):
 
 
 def parse_form(ctx: Context, also: frozenset[str] = frozenset()) -> Form:
+    """Of an access's qualifiers; those in `also` are left in `rest`."""
     space, elements, synchronises, hint = "generic", 1, False, False
     rest = []
     *suffixes, kind = ctx.suffixes
@@ -291,9 +292,7 @@ def _unpacker(
     return unpack
 
 
-def _packer(
-    ctx: Context, operand: Operand, form: Form
-) -> Callable[[Warp, np.ndarray], np.ndarray]:
+def _packer(ctx: Context, operand: Operand, form: Form) -> Callable[[Warp, np.ndarray], np.ndarray]:
     """Registers into bytes of memory."""
     kind = None if form.type == "b128" else form.type
     if kind is not None and WIDTH[kind] == 8:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from flash_attn_fp8.sim.errors import BarrierMisuse
 from flash_attn_fp8.sim.order import Clocks
@@ -144,12 +144,22 @@ class Mbarrier:
         return f"{self.name} phase {self.phase} lacks {' and '.join(lacks) or 'nothing'}{by}"
 
 
+class Vote(NamedTuple):
+    """How many true and false predicates a warp brings to a barrier, and what takes all those."""
+
+    true: int
+    false: int
+    receive: Callable[[int, int], None]
+
+
 @dataclass
 class NamedBarrier:
     """`barrier` of a CTA, or of a cluster: warps arrive, and some of them wait.
 
     `threads` is the expected number in the current round; `rounds` the completed ones. Who has
-    exited is not waited for where `everyone` is expected.
+    exited is not waited for where `everyone` is expected. `votes` are of the current round, and
+    what they come to is told as it completes: other warps may complete the next one before those
+    that waited go on.
     """
 
     name: str
@@ -157,6 +167,7 @@ class NamedBarrier:
     arrived: int = 0
     rounds: int = 0
     everyone: bool = False
+    votes: list[Vote] = field(default_factory=list)
     arriving: Clocks = field(default_factory=Clocks.zero)
     completed: Clocks = field(default_factory=Clocks.zero)
     arrived_by: list[str] = field(default_factory=list)
@@ -169,7 +180,14 @@ class NamedBarrier:
         return 32 * sum(not warp.exited for warp in warps)
 
     def arrive(
-        self, threads: int, expected: int, clocks: Clocks, who: str, *, everyone: bool = False
+        self,
+        threads: int,
+        expected: int,
+        clocks: Clocks,
+        who: str,
+        *,
+        everyone: bool = False,
+        vote: Vote | None = None,
     ) -> None:
         if self.arrived and self.threads != expected:
             raise BarrierMisuse(
@@ -177,6 +195,8 @@ class NamedBarrier:
             )
         self.threads, self.everyone = expected, everyone
         self.arrived += threads
+        if vote is not None:
+            self.votes.append(vote)
         if self.arrived > expected:
             raise BarrierMisuse(
                 f"{self.name}: {self.arrived} threads arrived at a barrier of {expected}: "
@@ -196,6 +216,10 @@ class NamedBarrier:
         if self.arrived == self.threads:
             self.rounds += 1
             self.arrived = 0
+            true, false = sum(v.true for v in self.votes), sum(v.false for v in self.votes)
+            for vote in self.votes:
+                vote.receive(true, false)
+            self.votes.clear()
             self.arriving, self.completed = self.completed, self.arriving
             self.arriving.clear()
             self.arrived_by.clear()

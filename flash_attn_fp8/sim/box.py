@@ -9,7 +9,7 @@ the launch's buffers.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from flash_attn_fp8.sim.tensormap import TensorMap, swizzle
 
 SHARED_ALIGNMENT = 128  # of a tensor copy's shared address, whatever the swizzle
 _REPEAT = 1024  # bytes after which every swizzle repeats
+_STORE_UNIT = 16
 _OOB_NAN = 0x7FF7  # in every 16 bits of an element outside the tensor
 
 
@@ -122,6 +123,14 @@ def _place(
     elif inside is not None and inside.all():
         inside = None
     return Box(m, coordinates, m.address + first + start, offsets, inside, low, high)
+
+
+def in_units(box: Box) -> Box:
+    """What stores and reductions touch: where a row of the tensor ends within 16 bytes, all 16.
+
+    So an H200 does; it overwrites a row's padding, and what follows a one-dimensional tensor.
+    """
+    return replace(box, high=-(-box.high // _STORE_UNIT) * _STORE_UNIT)
 
 
 # --------------------------------------------------------------------------------- global memory

@@ -38,6 +38,7 @@ class Settings:
     schedule: Callable[[], Schedule]
     instruction_limit: int
     barrier_names: Mapping[int, str]
+    target: str
 
 
 def cluster_at(
@@ -45,7 +46,15 @@ def cluster_at(
 ) -> Cluster:
     """The cluster whose first CTA is `origin`, ready to run."""
     pending = Pending(settings.schedule())
-    cluster = Cluster([], memory, settings.checks, Actors(), pending, settings.barrier_names)
+    cluster = Cluster(
+        [],
+        memory,
+        settings.checks,
+        Actors(),
+        pending,
+        settings.barrier_names,
+        target=settings.target,
+    )
     nx, ny, _ = launch.cluster
     for rank in range(math.prod(launch.cluster)):
         x, y, z = rank % nx, rank // nx % ny, rank // (nx * ny)

@@ -14,6 +14,7 @@ from flash_attn_fp8.sim.ptx.program import Entry, Program, Special, Symbol, Vari
 from flash_attn_fp8.sim.state import WARP_SIZE, Cta
 
 _LANE = np.arange(WARP_SIZE)
+_SHARED_UNIT = 128  # of allocation; %aggr_smem_size is not rounded
 
 
 @dataclass
@@ -147,6 +148,6 @@ def _scalar(name: str, layout: Layout, launch: Launch, cta: Cta, warp: int) -> o
         "cluster_nctarank": math.prod(launch.cluster),
         "is_explicit_cluster": math.prod(launch.cluster) > 1,
         "dynamic_smem_size": launch.dynamic_smem,
-        "total_smem_size": static + launch.dynamic_smem,
+        "total_smem_size": _align(static + launch.dynamic_smem, _SHARED_UNIT),
         "aggr_smem_size": static + launch.dynamic_smem + SHARED_RESERVED,
     }[name]

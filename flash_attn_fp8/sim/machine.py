@@ -22,6 +22,7 @@ from flash_attn_fp8.sim.decode import Code, decode
 from flash_attn_fp8.sim.execution import Execution
 from flash_attn_fp8.sim.grid import Index, Kernel, Settings, cluster_at, origins
 from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register their instructions)
+    atomic,
     barrier,
     bulk,
     control,
@@ -87,7 +88,7 @@ class Machine:
         self.target = TARGETS[target]
         self.workers = workers
         self.trace = trace
-        self._settings = Settings(checks, schedule, instruction_limit, barrier_names)
+        self._settings = Settings(checks, schedule, instruction_limit, barrier_names, target)
         self._kernels: dict[tuple[int, str], Kernel] = {}
 
     def launch(self, program: Program, entry: str, launch: Launch) -> Run:

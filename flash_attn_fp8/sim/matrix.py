@@ -9,19 +9,17 @@ instruction sums its products in float64, adds the accumulator, and rounds once,
 to the accumulator's type. Hardware keeps fewer bits while it sums and cuts them off; how many is
 not documented for sm_100, so results may differ from hardware in the last bits of an fp32. For
 e4m3 and e5m2 the sum is free of rounding where the exponents of its addends span less than 2^52.
-Integers are exact, and wrap in 32 bits, or saturate where the instruction says so. Hopper's fp8
-accumulation is another matter: see `multiply_aligned`.
+Integers are exact, and wrap in 32 bits, or saturate where the instruction says so. How Hopper sums
+is known bit for bit: `hopper.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
-from numba import njit
 
 from flash_attn_fp8.sim.errors import Misaligned, Unmodelled
 from flash_attn_fp8.sim.memory import SharedMemory
@@ -40,34 +38,46 @@ _E4M3, _E5M2 = (
 )
 
 
+def _widened(values: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return values.astype(np.float64)
+
+
+def _f16(raw: np.ndarray) -> np.ndarray:
+    return _widened(raw.view("<f2"))
+
+
 def _bf16(raw: np.ndarray) -> np.ndarray:
-    return to_float32(raw.view("<u2"), "bf16").astype(np.float64)
+    return _widened(to_float32(raw.view("<u2"), "bf16"))
 
 
 def _tf32(raw: np.ndarray) -> np.ndarray:
     """Tensor cores read the upper 19 bits of a word and ignore the rest."""
-    return to_float32(raw.view("<u4"), "tf32").astype(np.float64)
+    return _widened(to_float32(raw.view("<u4"), "tf32"))
 
 
 @dataclass(frozen=True)
 class Format:
-    """An element type of A or B. `decode` takes contiguous bytes (..., n) to (..., n / size)."""
+    """An element type of A or B. `decode` takes contiguous bytes (..., n) to (..., n / size).
+
+    2^`smallest` is the smallest normal number.
+    """
 
     name: str
     size: int
     decode: Callable[[np.ndarray], np.ndarray]
     integer: bool = False
-    aligned_on_hopper: bool = False  # see multiply_aligned
+    smallest: int = 0
 
 
 FORMATS = {
     f.name: f
     for f in (
-        Format("e4m3", 1, lambda raw: _E4M3.take(raw), aligned_on_hopper=True),
-        Format("e5m2", 1, lambda raw: _E5M2.take(raw), aligned_on_hopper=True),
-        Format("f16", 2, lambda raw: raw.view("<f2").astype(np.float64)),
-        Format("bf16", 2, _bf16),
-        Format("tf32", 4, _tf32),
+        Format("e4m3", 1, lambda raw: _E4M3.take(raw), smallest=-6),
+        Format("e5m2", 1, lambda raw: _E5M2.take(raw), smallest=-14),
+        Format("f16", 2, _f16, smallest=-14),
+        Format("bf16", 2, _bf16, smallest=-126),
+        Format("tf32", 4, _tf32, smallest=-126),
         Format("s8", 1, lambda raw: raw.view(np.int8).astype(np.float64), integer=True),
         Format("u8", 1, lambda raw: raw.astype(np.float64), integer=True),
         Format("b32", 4, lambda raw: raw.view("<u4")),  # words as they are, for tcgen05.cp
@@ -344,9 +354,9 @@ def finish(value: np.ndarray, d: str, saturate: bool = False) -> np.ndarray:
 def accumulator(bits: np.ndarray, d: str) -> np.ndarray:
     """The values, float64, of accumulators given as uint32 (an f16 in the lower half)."""
     if d == "f32":
-        return np.ascontiguousarray(bits).view(np.float32).astype(np.float64)
+        return _widened(np.ascontiguousarray(bits).view(np.float32))
     if d == "f16":
-        return bits.astype(np.uint16).view(np.float16).astype(np.float64)
+        return _widened(bits.astype(np.uint16).view(np.float16))
     return np.ascontiguousarray(bits).view(np.int32).astype(np.float64)
 
 
@@ -355,44 +365,3 @@ def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         product: np.ndarray = a @ b.T
     return product
-
-
-ALIGNED_FRACTION_BITS = 13
-
-
-def multiply_aligned(a: np.ndarray, b: np.ndarray, c: np.ndarray | None) -> np.ndarray:
-    """Hopper's product of e4m3 and e5m2, float64 (M, N), the accumulator `c` included.
-
-    The K products of an instruction and the accumulator are aligned to the largest exponent among
-    them, cut (toward zero) to `ALIGNED_FRACTION_BITS` fraction bits below it, and summed exactly.
-    Measured on an H200: long sums of equal addends stall once the accumulator is 2^13 addends.
-    """
-    start = np.zeros((a.shape[0], b.shape[0])) if c is None else np.ascontiguousarray(c)
-    product: np.ndarray = _multiply_aligned(
-        np.ascontiguousarray(a), np.ascontiguousarray(b), start, ALIGNED_FRACTION_BITS
-    )
-    return product
-
-
-@njit(cache=True, nogil=True)
-def _multiply_aligned(a, b, c, fraction_bits):  # type: ignore[no-untyped-def]
-    out = np.empty_like(c)
-    products = np.empty(a.shape[1])
-    for i in range(a.shape[0]):
-        for j in range(b.shape[0]):
-            largest = abs(c[i, j])
-            total = c[i, j]
-            for k in range(a.shape[1]):
-                products[k] = a[i, k] * b[j, k]
-                total += products[k]
-                largest = max(largest, abs(products[k]))
-            if largest == 0.0 or not np.isfinite(total):
-                out[i, j] = total  # zero, infinity or NaN
-                continue
-            exponent = math.frexp(largest)[1] - 1
-            unit = 2.0 ** (exponent - fraction_bits)
-            total = np.trunc(c[i, j] / unit)
-            for k in range(a.shape[1]):
-                total += np.trunc(products[k] / unit)
-            out[i, j] = total * unit
-    return out

@@ -92,6 +92,7 @@ class Cluster:
     actors: Actors
     pending: Pending
     barrier_names: Mapping[int, str]
+    target: str = "sm_100a"
     barrier: NamedBarrier = field(default_factory=lambda: NamedBarrier("cluster barrier"))
     sync_points: dict[int, Clocks] = field(default_factory=dict)
 

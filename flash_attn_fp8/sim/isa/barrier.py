@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Wait
+from flash_attn_fp8.sim.barriers import Mbarrier, NamedBarrier, Vote, Wait
 from flash_attn_fp8.sim.errors import BarrierMisuse
 from flash_attn_fp8.sim.isa.operands import AddressOperand, ValueOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _MAX_COUNT = (1 << 20) - 1
 _SHARED = frozenset(["shared", "shared::cta", "shared::cluster"])
 _SEMANTICS = frozenset(["release", "acquire", "relaxed", "cta", "cluster", "b64"])
+_PHASE_BITS = 40  # of an mbarrier's state; above them, the arrivals that were pending
 
 
 def _only(ctx: Context, known: frozenset[str]) -> frozenset[str]:
@@ -97,9 +99,9 @@ def invalidate(ctx: Context, instruction: Instruction) -> Handler:
 def arrive(ctx: Context, instruction: Instruction) -> Handler:
     """`mbarrier.arrive{_drop}{.expect_tx}{.sem.scope}{.space}.b64 {state,} [a]{, count}`.
 
-    The state is the phase's number. Every executing lane arrives.
+    The state is the phase's number and what was pending before. Every executing lane arrives.
     """
-    parts = _only(ctx, _SHARED | _SEMANTICS | {"expect_tx"})
+    parts = _only(ctx, _SHARED | _SEMANTICS | {"expect_tx", "noComplete"})
     drops = instruction.parts[1] == "arrive_drop"
     operands = list(instruction.operands)
     state = None
@@ -121,10 +123,13 @@ def arrive(ctx: Context, instruction: Instruction) -> Handler:
             barrier = w.mbarrier(address)
             amount = int(given[addresses == address].sum())
             if state is not None:
-                w.registers[state, lanes[addresses == address]] = barrier.phase
+                before = barrier.phase | barrier.pending << _PHASE_BITS
+                w.registers[state, lanes[addresses == address]] = before
             if expects:
                 barrier.expect_tx(amount, w.name)
             arrived = arrivals if expects else amount
+            if "noComplete" in parts and arrived >= barrier.pending:
+                raise BarrierMisuse(f"{w.name}: .noComplete completes {barrier.missing()}")
             if drops:
                 barrier.count -= arrived
             barrier.arrive(arrived, clocks, w.name)
@@ -202,7 +207,9 @@ def wait(ctx: Context, instruction: Instruction) -> Handler:
 
 
 def _over(barrier: Mbarrier, phase: int, by_parity: bool) -> bool:
-    return barrier.passed(phase & 1) if by_parity else barrier.phase != phase
+    if by_parity:
+        return barrier.passed(phase & 1)
+    return barrier.phase != phase & ((1 << _PHASE_BITS) - 1)
 
 
 def _same(values: np.ndarray, what: str) -> None:
@@ -212,8 +219,16 @@ def _same(values: np.ndarray, what: str) -> None:
 
 @warp("mbarrier.pending_count")
 def pending_count(ctx: Context, instruction: Instruction) -> Handler:
-    """Needs a state that holds counts, which this simulator's does not."""
-    ctx.fail("mbarrier.pending_count")
+    """`mbarrier.pending_count.b64 count, state`: the arrivals pending before the one it is of."""
+    _only(ctx, frozenset(["b64"]))
+    into = ctx.destination(instruction.operands[0], "b32")
+    state = ctx.row(instruction.operands[1], "b64")
+
+    def handler(w: Warp, mask: int) -> None:
+        lanes = w.lanes(mask)
+        w.registers[into, lanes] = w.registers[state, lanes] >> np.uint64(_PHASE_BITS)
+
+    return handler
 
 
 def _is_address(operand: Operand) -> bool:
@@ -236,30 +251,44 @@ def _is_address(operand: Operand) -> bool:
 def cta_barrier(ctx: Context, instruction: Instruction) -> Handler:
     """`barrier{.cta}.{sync,arrive}{.aligned} a{, b}`: b threads meet at barrier a of the CTA."""
     _only(ctx, frozenset(["aligned"]))
-    number = ValueOperand(ctx, instruction.operands[0], "u32")
-    threads = (
-        ValueOperand(ctx, instruction.operands[1], "u32") if len(instruction.operands) > 1 else None
-    )
+    meet = _Meeting(ctx, instruction.operands[0], instruction.operands[1:])
     waits = "sync" in instruction.parts
 
     @whole_warp
     def handler(w: Warp, mask: int) -> Wait | None:
         if w.token is None:
-            at = number.one(w, mask)
-            if at > 15:
-                raise BarrierMisuse(f"barrier {at}: a CTA has 16")
-            barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
-            expected = barrier.of_all(w.cta.warps) if threads is None else threads.one(w, mask)
-            if expected % WARP_SIZE or not expected:
-                raise BarrierMisuse(f"barrier {at} of {expected} threads: not a multiple of 32")
-            round_ = barrier.rounds
-            barrier.arrive(WARP_SIZE, expected, w.release(), w.name, everyone=threads is None)
+            token = meet.arrive(w, mask)
             if not waits:
                 return None
-            w.token = (barrier, round_)
+            w.token = token
         return _leave(w)
 
     return handler
+
+
+class _Meeting:
+    """The operands `a{, b}` of a barrier of the CTA."""
+
+    def __init__(self, ctx: Context, number: Operand, threads: Sequence[Operand]) -> None:
+        self._number = ValueOperand(ctx, number, "u32")
+        self._threads = ValueOperand(ctx, threads[0], "u32") if threads else None
+
+    def arrive(self, w: Warp, mask: int, vote: Vote | None = None) -> tuple[NamedBarrier, int]:
+        """A warp arrives: the barrier, and the round to wait for."""
+        at = self._number.one(w, mask)
+        if at > 15:
+            raise BarrierMisuse(f"barrier {at}: a CTA has 16")
+        barrier = w.cta.named.setdefault(at, NamedBarrier(f"barrier {at}"))
+        if self._threads is None:
+            expected = barrier.of_all(w.cta.warps)
+        else:
+            expected = self._threads.one(w, mask)
+        if expected % WARP_SIZE or not expected:
+            raise BarrierMisuse(f"barrier {at} of {expected} threads: not a multiple of 32")
+        round_ = barrier.rounds
+        everyone = self._threads is None
+        barrier.arrive(WARP_SIZE, expected, w.release(), w.name, everyone=everyone, vote=vote)
+        return barrier, round_
 
 
 def _leave(w: Warp) -> Wait | None:
@@ -276,8 +305,30 @@ def _leave(w: Warp) -> Wait | None:
 
 @warp("barrier.red", "bar.red", "barrier.cta.red", "bar.cta.red")
 def cta_reduction(ctx: Context, instruction: Instruction) -> Handler:
-    """Barriers that reduce a predicate."""
-    ctx.fail("barrier.red")
+    """`barrier{.cta}.red.popc{.aligned}.u32 d, a{, b}, {!}c`, `.and` and `.or` with `.pred`."""
+    parts = [part for part in ctx.suffixes if part != "aligned"]
+    if parts not in (["popc", "u32"], ["and", "pred"], ["or", "pred"]):
+        ctx.fail("this form of barrier.red")
+    operation, kind = parts
+    into_operand, number_operand, *threads_operand, predicate = instruction.operands
+    into = ctx.destination(into_operand, kind)
+    meet = _Meeting(ctx, number_operand, threads_operand)
+    source = ctx.row(predicate, "pred")
+
+    @whole_warp
+    def handler(w: Warp, mask: int) -> Wait | None:
+        if w.token is None:
+            lanes = w.lanes(mask)
+
+            def receive(true: int, false: int) -> None:
+                result = {"popc": true, "and": not false, "or": true > 0}[operation]
+                w.registers[into, lanes] = int(result)
+
+            true = int((w.registers[source, lanes] != 0).sum())
+            w.token = meet.arrive(w, mask, Vote(true, lanes.size - true, receive))
+        return _leave(w)
+
+    return handler
 
 
 @warp("barrier.cluster.arrive")

@@ -1,4 +1,4 @@
-"""Loads, stores, atomics and address conversions, in every space.
+"""Loads, stores and address conversions, in every space.
 
 Volatile, relaxed, acquiring, releasing and atomic accesses also order: each hands on what its warp
 has observed at that address and takes what others left there. That is more order than `.relaxed`
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds, Unmodelled
+from flash_attn_fp8.sim.errors import Misaligned, OutOfBounds
 from flash_attn_fp8.sim.isa.operands import AddressOperand
 from flash_attn_fp8.sim.isa.table import WIDTH, Handler, warp
 from flash_attn_fp8.sim.memory import (
@@ -43,7 +43,7 @@ _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 _UNSIGNED = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """An access: its space ("generic" if none is named), element type, and whether it orders."""
 
     space: str
@@ -54,7 +54,8 @@ class _Form(NamedTuple):
     rest: tuple[str, ...]
 
 
-def _form(ctx: Context, also: frozenset[str] = frozenset()) -> _Form:
+def parse_form(ctx: Context, also: frozenset[str] = frozenset()) -> Form:
+    """Of an access's qualifiers; those in `also` are left in `rest`."""
     space, elements, synchronises, hint = "generic", 1, False, False
     rest = []
     *suffixes, kind = ctx.suffixes
@@ -73,7 +74,7 @@ def _form(ctx: Context, also: frozenset[str] = frozenset()) -> _Form:
             ctx.fail(f"modifier .{part}")
     if kind not in WIDTH or kind == "pred":
         ctx.fail(f"type .{kind}")
-    return _Form(space, kind, elements, synchronises, hint, tuple(rest))
+    return Form(space, kind, elements, synchronises, hint, tuple(rest))
 
 
 # ------------------------------------------------------------------------------- the spaces
@@ -180,7 +181,7 @@ def _check_aligned(space: str, addresses: np.ndarray, unit: int) -> None:
         )
 
 
-def _sync_keys(space: str, addresses: np.ndarray) -> list[int]:
+def sync_keys(space: str, addresses: np.ndarray) -> list[int]:
     """The places by generic address: one place has one key, however it is named."""
     if space == "shared":
         addresses = (addresses & 0xFFFFFFFF) | SHARED_WINDOW
@@ -190,14 +191,14 @@ def _sync_keys(space: str, addresses: np.ndarray) -> list[int]:
     return keys
 
 
-def _take_order(w: Warp, keys: list[int]) -> None:
+def take_order(w: Warp, keys: list[int]) -> None:
     """Before a strong access: its warp takes what those before it left there."""
     points = w.cluster.sync_points
     for point in {id(p): p for k in keys if (p := points.get(k)) is not None}.values():
         w.acquire(point)
 
 
-def _hand_order(w: Warp, keys: list[int]) -> None:
+def hand_order(w: Warp, keys: list[int]) -> None:
     """After it: others may take what its warp has observed, this access included.
 
     The warp has taken what was there, so that is covered. One snapshot serves all its places: a
@@ -213,7 +214,7 @@ def _hand_order(w: Warp, keys: list[int]) -> None:
 @warp("ld", "ldu")
 def load(ctx: Context, instruction: Instruction) -> Handler:
     """`ld{.sem}{.scope}{.space}{.cop}{.vec}.type d, [a]{, policy}`."""
-    form = _form(ctx)
+    form = parse_form(ctx)
     operands = instruction.operands
     if len(operands) != 2 + form.cache_hint:
         ctx.fail(f"{len(operands)} operands")
@@ -225,10 +226,10 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = source.of(w, lanes)
-        keys = _sync_keys(form.space, addresses) if form.synchronises else []
-        _take_order(w, keys)
+        keys = sync_keys(form.space, addresses) if form.synchronises else []
+        take_order(w, keys)
         store_rows(w, lanes, read(w, form.space, addresses, unit, lanes))
-        _hand_order(w, keys)
+        hand_order(w, keys)
         w.polled = form.synchronises
 
     return handler
@@ -237,7 +238,7 @@ def load(ctx: Context, instruction: Instruction) -> Handler:
 @warp("st")
 def store(ctx: Context, instruction: Instruction) -> Handler:
     """`st{.sem}{.scope}{.space}{.cop}{.vec}.type [a], b{, policy}`."""
-    form = _form(ctx)
+    form = parse_form(ctx)
     operands = instruction.operands
     if len(operands) != 2 + form.cache_hint:
         ctx.fail(f"{len(operands)} operands")
@@ -247,15 +248,15 @@ def store(ctx: Context, instruction: Instruction) -> Handler:
     def handler(w: Warp, mask: int) -> None:
         lanes = w.lanes(mask)
         addresses = target.of(w, lanes)
-        keys = _sync_keys(form.space, addresses) if form.synchronises else []
-        _take_order(w, keys)
+        keys = sync_keys(form.space, addresses) if form.synchronises else []
+        take_order(w, keys)
         write(w, form.space, addresses, pack(w, lanes), lanes)
-        _hand_order(w, keys)
+        hand_order(w, keys)
 
     return handler
 
 
-def _destination_rows(ctx: Context, operand: Operand, form: _Form) -> list[int]:
+def _destination_rows(ctx: Context, operand: Operand, form: Form) -> list[int]:
     rows = ctx.destinations(operand)
     wanted = form.elements * (2 if form.type == "b128" else 1)
     if len(rows) != wanted:
@@ -264,7 +265,7 @@ def _destination_rows(ctx: Context, operand: Operand, form: _Form) -> list[int]:
 
 
 def _unpacker(
-    ctx: Context, operand: Operand, form: _Form, rows: list[int]
+    ctx: Context, operand: Operand, form: Form, rows: list[int]
 ) -> Callable[[Warp, np.ndarray, np.ndarray], None]:
     """Bytes of memory into registers; signed types extend to the register's width."""
     size = min(8, WIDTH[form.type] // 8)
@@ -291,9 +292,7 @@ def _unpacker(
     return unpack
 
 
-def _packer(
-    ctx: Context, operand: Operand, form: _Form
-) -> Callable[[Warp, np.ndarray], np.ndarray]:
+def _packer(ctx: Context, operand: Operand, form: Form) -> Callable[[Warp, np.ndarray], np.ndarray]:
     """Registers into bytes of memory."""
     kind = None if form.type == "b128" else form.type
     if kind is not None and WIDTH[kind] == 8:
@@ -321,125 +320,6 @@ def _source(ctx: Context, operand: Operand, kind: str | None) -> int:
     if ctx.width(operand) is None:
         return ctx.row(operand, kind)
     return ctx.row(operand, kind, wider=True)
-
-
-# ----------------------------------------------------------------------------------- atomics
-
-
-def _add_floats(kind: str) -> Callable[[int, int], int]:
-    """The sum of one or two floats, rounded to nearest even."""
-    dtype = {"f16": "<f2", "f32": "<f4", "f64": "<f8"}[kind.removesuffix("x2")]
-    size = WIDTH[kind] // 8
-    # PTX: f32 gives 0x7fffffff and f16 0x7fff, as in arithmetic; an H200 agrees for f32.
-    canonical = {"<f2": 0x7FFF, "<f4": 0x7FFFFFFF, "<f8": 0x7FF8000000000000}[dtype]
-
-    def operate(a: int, b: int) -> int:
-        x, y = (np.frombuffer(v.to_bytes(size, "little"), dtype) for v in (a, b))
-        with np.errstate(all="ignore"):
-            total = (x + y).astype(dtype)
-        total = np.where(np.isnan(total), canonical, total.view(f"<u{total.itemsize}"))
-        return int.from_bytes(total.astype(f"<u{x.itemsize}").tobytes(), "little")
-
-    return operate
-
-
-def _signed(f: Callable[[int, int], int], bits: int) -> Callable[[int, int], int]:
-    half, full = 1 << (bits - 1), 1 << bits
-
-    def operate(a: int, b: int) -> int:
-        return f((a + half) % full - half, (b + half) % full - half) % full
-
-    return operate
-
-
-def _atomic_operation(ctx: Context, name: str, kind: str) -> Callable[[int, int], int]:
-    bits = WIDTH[kind]
-    modulus = 1 << bits
-    if kind in ("f16", "f16x2", "f32", "f64"):
-        return _add_floats(kind) if name == "add" else ctx.fail(f"atomic .{name}.{kind}")
-    if kind.rstrip("0123456789") not in ("b", "u", "s"):  # bf16x2, among others
-        ctx.fail(f"atomic .{name}.{kind}")
-    if kind[0] == "s":
-        known = {
-            "min": _signed(min, bits),
-            "max": _signed(max, bits),
-            "add": lambda a, b: (a + b) % modulus,
-        }
-    else:
-        known = {
-            "add": lambda a, b: (a + b) % modulus,
-            "min": min, "max": max,
-            "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-            "exch": lambda a, b: b,
-            "inc": lambda a, b: 0 if a >= b else a + 1,
-            "dec": lambda a, b: b if a == 0 or a > b else a - 1,
-        }  # fmt: skip
-    if name not in known or bits not in (32, 64):
-        ctx.fail(f"atomic .{name}.{kind}")
-    return known[name]
-
-
-def _in_global(space: str, *addresses: int) -> bool:
-    if space == "generic":
-        return any(address & WINDOW_MASK == 0 for address in addresses)
-    return space == "global"
-
-
-def _flushed(bits: int) -> int:
-    """An f32 with subnormals as zero, its sign kept."""
-    return bits if bits & 0x7F800000 else bits & 0x80000000
-
-
-_ATOMICS = frozenset(
-    ["add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "noftz"]
-)
-
-
-@warp("atom", "red")
-def atomic(ctx: Context, instruction: Instruction) -> Handler:
-    """`atom{.sem}{.scope}{.space}.op.type d, [a], b{, c}`, lane by lane; `red` drops the result."""
-    form = _form(ctx, _ATOMICS)
-    names = [part for part in form.rest if part != "noftz"]
-    returns = instruction.parts[0] == "atom"
-    operands = instruction.operands[returns:]
-    if len(names) != 1 or form.elements != 1 or form.cache_hint:
-        ctx.fail("this form of atomic")
-    name = names[0]
-    if len(operands) != (3 if name == "cas" else 2):
-        ctx.fail(f"{len(operands)} operands")
-    into = ctx.destination(instruction.operands[0]) if returns else ctx.scratch("sink")
-    target = AddressOperand(ctx, operands[0])
-    b = ctx.row(operands[1], form.type)
-    c = ctx.row(operands[2], form.type) if name == "cas" else 0
-    operate = None if name == "cas" else _atomic_operation(ctx, name, form.type)
-    unit = WIDTH[form.type] // 8
-    flushes = form.type == "f32"  # in global memory only: PTX, and so an H200
-
-    def handler(w: Warp, mask: int) -> None:
-        lanes = w.lanes(mask)
-        addresses = target.of(w, lanes)
-        if w.cluster.memory.processes and _in_global(form.space, *addresses.tolist()):
-            raise Unmodelled("atomics on global memory between processes: use workers=1")
-        keys, changes = _sync_keys(form.space, addresses), False
-        _take_order(w, keys)
-        for i in range(lanes.size):
-            lane, address = lanes[i : i + 1], addresses[i : i + 1]
-            old = int.from_bytes(read(w, form.space, address, unit, lane).tobytes(), "little")
-            given = int(w.registers[b, lane[0]])
-            if operate is None:
-                new = int(w.registers[c, lane[0]]) if old == given else old
-            elif flushes and _in_global(form.space, int(address[0])):
-                new = _flushed(operate(_flushed(old), _flushed(given)))
-            else:
-                new = operate(old, given)
-            stored = np.frombuffer(new.to_bytes(unit, "little"), np.uint8)[None]
-            write(w, form.space, address, stored, lane)
-            w.registers[into, lane[0]] = old
-            changes |= new != old
-        _hand_order(w, keys)
-        w.polled = returns and not changes  # a lock that is taken, a flag that is not set
-
-    return handler
 
 
 # --------------------------------------------------------------------------------- addresses
@@ -550,7 +430,7 @@ def create_policy(ctx: Context, instruction: Instruction) -> Handler:
 def store_async(ctx: Context, instruction: Instruction) -> Handler:
     """`st.async{.weak}{.space}.mbarrier::complete_tx::bytes{.vec}.type [a], b, [mbar]`."""
     known = {"mbarrier::complete_tx::bytes"}
-    form = _form(ctx, frozenset(known))
+    form = parse_form(ctx, frozenset(known))
     target = AddressOperand(ctx, instruction.operands[0])
     pack = _packer(ctx, instruction.operands[1], form)
     barrier = AddressOperand(ctx, instruction.operands[2], shared=True)

@@ -2,7 +2,6 @@
 
 Fragments are described in words of 32 bits, which makes them the same for every element size: lane
 t holds of a row t / 4 its word t mod 4, and so on. `wgmma` has the same ones, of more columns.
-Hopper's `mma.sync` of fp8 accumulates here as everything else does, not as its `wgmma`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flash_attn_fp8.sim import hopper
 from flash_attn_fp8.sim.isa import memory
 from flash_attn_fp8.sim.isa.operands import AddressOperand, whole_warp
 from flash_attn_fp8.sim.isa.table import Handler, warp
@@ -107,8 +107,12 @@ def mma(w: Warp, form: MmaForm, d: list[int], a: list[int], b: list[int], c: lis
     words = form.k_bytes // 4
     left = read_elements(w, a, a_index(words), form.a)
     right = read_elements(w, b, b_index(words), form.b)
-    with np.errstate(invalid="ignore", over="ignore"):
-        value = multiply(left, right) + read_accumulator(w, c, 8, form.d)
+    start = read_accumulator(w, c, 8, form.d)
+    if w.cluster.target == "sm_90a" and not form.a.integer:
+        value = hopper.multiply_sync(left, right, start, (form.a, form.b), form.d)
+    else:
+        with np.errstate(invalid="ignore", over="ignore"):
+            value = multiply(left, right) + start
     w.registers[d] = result_words(value, form.d, form.saturate)
 
 
@@ -116,7 +120,7 @@ _TYPES = {
     ("f16", "f16"): ("f16", "f32"),
     ("bf16", "bf16"): ("f32",),
     ("tf32", "tf32"): ("f32",),
-    **{(a, b): ("f32",) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")},
+    **{(a, b): ("f16", "f32") for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")},
     **{(a, b): ("s32",) for a in ("s8", "u8") for b in ("s8", "u8")},
 }
 

@@ -101,6 +101,7 @@ def store(w: Warp, lane: int, box: Box, offset: int, operation: str | None) -> N
         raise OutOfBounds(f"a store or reduction at negative coordinates: {box}")
     if m.atom == "32B+8B":
         raise Unmodelled(f"a store with swizzle atom 32B+8B, which the manual excludes: {box}")
+    box = boxes.in_units(box)
     groups = bulk_groups(w, lane)
     tile = _read_tile(w, box, offset, groups.actor, groups.open)
     if operation is not None:
@@ -135,16 +136,10 @@ def _read_tile(w: Warp, box: Box, offset: int, actor: int, epoch: int) -> np.nda
         return shared.read(places.offsets, places.unit, access).reshape(box.rows, -1)
     tile = np.zeros((box.rows, box.row_bytes), np.uint8)
     rows = np.arange(box.rows) if box.inside is None else np.flatnonzero(box.inside)
-    where = places.offsets.reshape(box.rows, -1)[rows]
-    full = box.high // places.unit
-    if rows.size and full:
-        read = shared.read(np.ascontiguousarray(where[:, :full]).ravel(), places.unit, access)
-        tile[rows, : full * places.unit] = read.reshape(rows.size, -1)
-    size = box.map.size
-    rest = np.arange(0, box.high - full * places.unit, size)
-    if rows.size and rest.size:  # the row ends inside a unit
-        read = shared.read((where[:, full, None] + rest).ravel(), size, access)
-        tile[rows, full * places.unit : box.high] = read.reshape(rows.size, -1)
+    where = places.offsets.reshape(box.rows, -1)[rows, : box.high // places.unit]
+    if where.size:
+        read = shared.read(np.ascontiguousarray(where).ravel(), places.unit, access)
+        tile[rows, : box.high] = read.reshape(rows.size, -1)
     return tile
 
 

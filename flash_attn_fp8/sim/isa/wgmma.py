@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flash_attn_fp8.sim import hopper
 from flash_attn_fp8.sim.barriers import Wait, wake_all
 from flash_attn_fp8.sim.errors import Race
 from flash_attn_fp8.sim.isa.mma import a_index, read_accumulator, read_elements, result_words
@@ -28,7 +29,6 @@ from flash_attn_fp8.sim.matrix import (
     Format,
     decode_shared_sm90,
     multiply,
-    multiply_aligned,
     read_shared,
 )
 from flash_attn_fp8.sim.order import Access
@@ -122,13 +122,12 @@ def mma_async(
     _check_fenced(w, rows, a, accumulate)
     old = _accumulators(w, form, rows) if accumulate else None
     left, right = _operands(w, form, a, b, access)
-    if form.a.aligned_on_hopper:
-        value = multiply_aligned(left, right, old)
-    else:
+    if form.a.integer:
         value = multiply(left, right)
         if old is not None:
-            with np.errstate(invalid="ignore", over="ignore"):
-                value = value + old
+            value = value + old
+    else:
+        value = hopper.multiply(left, right, old, (form.a, form.b), form.d)
     own.flying[rows] = InFlight(result_words(value, form.d, form.saturate), own.started)
     w.registers[d] = POISON
     w.cta.counters[f"wgmma warps m64n{form.n} {form.a.name}"] += 1

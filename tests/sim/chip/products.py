@@ -106,8 +106,8 @@ def wgmma(
         left = f"{{{', '.join(f'%a{4 * step + i}' for i in range(4))}}}" if registers else "%rd4"
         enable = "%p1" if step == 0 and not scale_d else "%p2"
         products.append(
-            f"wgmma.mma_async.sync.aligned.{shape}\n        {ds},\n"
-            f"        {left}, %rd5, {enable}{immediates};"
+            f"wgmma.mma_async.sync.aligned.{shape}\n        {ds},\n        "
+            f"{left}, %rd5, {enable}{immediates};"
         )
         products.append(f"add.u64 %rd4, %rd4, {a_step >> 4};")
         products.append(f"add.u64 %rd5, %rd5, {b_step >> 4};")
@@ -227,7 +227,8 @@ def _specials(kind: str):  # type: ignore[no-untyped-def]
     """Mostly zeros and ones; infinities and NaNs, few enough to leave some rows without."""
     codes = {
         "e4m3": [0x7F, 0xFF], "e5m2": [0x7C, 0xFC, 0x7D, 0xFF],
-        "f16": [0x7C00, 0xFC00, 0x7C01, 0xFE00], "bf16": [0x7F80, 0xFF80, 0x7F81, 0xFFC0],
+        "f16": [0x7C00, 0xFC00, 0x7C01, 0xFE00],
+        "bf16": [0x7F80, 0xFF80, 0x7F81, 0xFFC0],
         "tf32": [0x7F800000, 0xFF800000, 0x7F802000, 0xFFC00000],
     }[kind]  # fmt: skip
     some = small(kind, "one", 64)

@@ -209,9 +209,8 @@ def _stores() -> list[Case]:
         cases.append(_store(f"{dim} of {type_} in a row", m, (0, 3)))
         operation = "max" if type_ == "u64" else "add"
         if type_ != "u8":
-            before = np.arange(_nbytes(m) // m.size).astype(
-                {"bf16": np.uint16, "f32": np.float32, "u64": np.uint64}[type_]
-            )
+            kind = {"bf16": np.uint16, "f32": np.float32, "u64": np.uint64}[type_]
+            before = np.arange(_nbytes(m) // m.size).astype(kind)
             cases.append(_store(f"{dim} of {type_} in a row", m, (0, 3), operation, before=before))
     m = _map("bf16", (33, 20), (32, 8), "none", pad=32)
     cases.append(_store("past a row's last 16 bytes", m, (40, 3)))
@@ -231,8 +230,8 @@ def _stores() -> list[Case]:
                 )
             )  # fmt: skip
     m = _map("f32", (40, 20), (32, 8), "128B")
-    counting, threes = np.arange(512, dtype=np.float32), np.full(1024, 3, np.float32)
-    cases.append(_store("f32 past the end", m, (16, 14), "add", source=counting, before=threes))
+    source, before = np.arange(512, dtype=np.float32), np.full(1024, 3, np.float32)
+    cases.append(_store("f32 past the end", m, (16, 14), "add", source=source, before=before))
     return cases
 
 
@@ -313,8 +312,8 @@ def _bulks() -> list[Case]:
             Case(f"bulk reduce {operation} {type_}", text, (array(a), output(1024, b)), smem=1040)
         )
     for operation in (
-        "", ".add.u32", ".add.s32", ".add.u64", ".min.u32", ".min.s32", ".max.u32",
-        ".max.s32", ".inc.u32", ".dec.u32", ".and.b32", ".or.b32", ".xor.b32",
+        "", ".add.u32", ".add.s32", ".add.u64", ".min.u32", ".min.s32", ".max.u32", ".max.s32",
+        ".inc.u32", ".dec.u32", ".and.b32", ".or.b32", ".xor.b32",
     ):  # fmt: skip
         opcode = "cp.reduce.async.bulk" if operation else "cp.async.bulk"
         text = render("bulk_cluster", opcode=opcode, operation=operation, wait=wait("%r2"),

@@ -1,9 +1,7 @@
 """The chip agrees: an H200 and the simulator execute the same programs, with the same bits.
 
-Every case is compared bit for bit, without a tolerance. `differences.txt` names those in which the
-simulator does not do yet what the chip does: how `wgmma` and `mma.sync` cut sums off, rows that end
-within 16 bytes in TMA stores, bf16 atomics, `barrier.red`, `.noComplete`. Each must fail; one that
-agrees leaves the list. Recordings (`h200/*.npz`) are made by `hardware.py`.
+Every case is compared bit for bit, sums of tensor cores included: how Hopper cuts them off is known
+(`sim/hopper.py`), so there is no tolerance. Recordings (`h200/*.npz`) are made by `hardware.py`.
 """
 
 from __future__ import annotations
@@ -48,21 +46,7 @@ def _difference(case: Case, got: Outcome, wanted: Outcome) -> str:
     return ""
 
 
-_DIFFERENCES = set(
-    Path(__file__).with_name("differences.txt").read_text(encoding="utf-8").splitlines()
-)
-_DIFFERS = pytest.mark.xfail(reason="a known difference: differences.txt", strict=True)
-
-
-def _marked(name: str) -> object:
-    return pytest.param(name, marks=_DIFFERS) if name in _DIFFERENCES else name
-
-
-def test_differences_are_cases() -> None:
-    assert set(CASES) >= _DIFFERENCES
-
-
-@pytest.mark.parametrize("name", [_marked(n) for n, case in CASES.items() if not case.faults])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.faults])
 def test_the_simulator_computes_what_the_chip_did(name: str) -> None:
     case = CASES[name]
     wanted = _recorded(case)

@@ -35,6 +35,42 @@ def test_a_named_barrier_does_wait_for_its_number():
         run(_START + _LATER_EXIT.format(before="ret;", barrier="bar.sync 1, 64;"), a, warps=2)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_a_reduction_is_of_its_own_round_of_the_barrier(seed):
+    """Warps 1 and 2 complete the next round, maybe before warp 0 goes on from the first."""
+    a = aligned((96,), np.uint32)
+    body = """
+        mul.wide.u32 %rd1, %r0, 4;
+        add.u64 %rd0, %rd0, %rd1;
+        setp.ge.u32 %p0, %r0, 64;
+        setp.lt.u32 %p1, %r0, 32;
+        @%p0 bra SECOND_ROUND;
+        bar.red.popc.u32 %r2, 1, 64, !%p0;
+        @%p1 bra END;
+    SECOND_ROUND:
+        bar.sync 2, 64;
+        bar.red.popc.u32 %r3, 1, 64, %p1;
+        @%p0 mov.u32 %r2, %r3;
+    END:
+        st.global.u32 [%rd0], %r2;
+    """
+    run(_START + body, a, warps=3, machine=Machine(schedule=lambda: Random(seed)))
+    assert a[::32].tolist() == [64, 64, 0]
+
+
+def test_a_reduction_at_a_barrier_leaves_out_exited_lanes():
+    a = aligned((32,), np.uint32)
+    body = """
+        setp.eq.u32 %p0, %r0, 0;
+        @%p0 ret;
+        bar.red.and.pred %p1, 0, !%p0;
+        selp.u32 %r2, 1, 0, %p1;
+        st.global.u32 [%rd0], %r2;
+    """
+    run(_START + body, a)
+    assert a[0] == 1
+
+
 @pytest.mark.parametrize("schedule", _SCHEDULES)
 def test_spinning_on_an_atomic_lets_others_run(schedule):
     """Warp 1 spins on a lock that warp 0 frees only after it has met warp 2."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flash_attn_fp8.sim.errors import Race, Unmodelled
+from flash_attn_fp8.sim.errors import BarrierMisuse, Race, Unmodelled
 from flash_attn_fp8.sim.machine import Machine
 from tests.sim.programs import aligned, run
 
@@ -75,8 +75,8 @@ def test_wrong_operands_are_reported_with_their_line():
 
 def test_an_atomic_of_an_unknown_type_is_refused():
     a = aligned((1,), np.uint32)
-    with pytest.raises(Unmodelled, match=r"atomic \.add\.bf16x2"):
-        run(_START + "red.global.add.noftz.bf16x2 [%rd0], %r0;", a)
+    with pytest.raises(Unmodelled, match=r"atomic \.max\.b32"):
+        run(_START + "red.global.max.b32 [%rd0], %r0;", a)
 
 
 def test_halves_of_a_warp_meet_with_their_own_masks():
@@ -129,6 +129,18 @@ def test_each_lane_initialises_and_expects_its_own():
         a,
     )
     assert a.tolist() == [1, 1]
+
+
+def test_an_arrival_without_completion_must_not_complete():
+    a = aligned((1,), np.uint32)
+    body = """setp.ne.u32 %p0, %r0, 0;
+        @%p0 bra END;
+        mbarrier.init.shared.b64 [%r1], 2;
+        mbarrier.arrive.noComplete.shared.b64 %rd1, [%r1], {count};
+        END:"""
+    run(_START + body.format(count=1), a)
+    with pytest.raises(BarrierMisuse, match=r"\.noComplete"):
+        run(_START + body.format(count=2), a)
 
 
 def test_arrive_drop_drops_its_count():

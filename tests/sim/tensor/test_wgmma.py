@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flash_attn_fp8.sim import hopper
 from flash_attn_fp8.sim.errors import Race, Unmodelled
 from flash_attn_fp8.sim.isa.wgmma import (
     POISON,
@@ -19,7 +20,7 @@ from flash_attn_fp8.sim.isa.wgmma import (
     mma_async,
     wait_group,
 )
-from flash_attn_fp8.sim.matrix import FORMATS, decode_shared_sm90, multiply_aligned
+from flash_attn_fp8.sim.matrix import FORMATS, decode_shared_sm90
 from flash_attn_fp8.sim.memory import SHARED_RESERVED, Checks
 from flash_attn_fp8.sim.numerics import from_float32, to_float32
 from flash_attn_fp8.sim.state import Cta, Warp
@@ -35,16 +36,29 @@ from tests.sim.tensor.build import (
 )
 from tests.sim.tensor.test_mma_sync import a_place
 
+_E4M3, _E5M2 = ((FORMATS[name], FORMATS[name]) for name in ("e4m3", "e5m2"))
 SPANS = {"none": 16, "32": 32, "64": 64, "128": 128}
 
 
-def aligned_sum(addends: list[float]) -> float:
-    """Addends cut to 13 fraction bits below the largest exponent."""
-    largest = max(abs(x) for x in addends)
-    if largest == 0:
+def aligned_sum(kind: str, factors: list[tuple[float, float]], c: float) -> float:
+    """Products and c cut off below the largest exponent, and their sum again."""
+    bits = 13 if kind in ("e4m3", "e5m2") else 25
+    smallest = {"e4m3": -6, "e5m2": -14, "f16": -14}.get(kind, -126)
+
+    def exponent(x: float) -> int:
+        return max(math.frexp(x)[1] - 1, smallest)
+
+    exponents = [exponent(x) + exponent(y) for x, y in factors if x * y]
+    if c:
+        exponents.append(math.frexp(c)[1] - 1)
+    if not exponents:
         return 0.0
-    unit = 2.0 ** (math.floor(math.log2(largest)) - 13)
-    return sum(math.trunc(x / unit) for x in addends) * unit
+    unit = 2.0 ** (max(exponents) - bits)
+    total = sum(math.trunc(x / unit) for x in [c, *(x * y for x, y in factors)]) * unit
+    if not total:
+        return 0.0
+    last = 2.0 ** (math.frexp(total)[1] - 1 - min(bits, 23))
+    return math.trunc(total / last) * last
 
 
 @st.composite
@@ -104,7 +118,7 @@ def test_product_is_the_sum_over_k(kind, n, where, majors, options, seed):
             column // 8 * 4 + 2 * (within >= 8) + column % 2,
             (within % 8 * 4 + column % 8 // 2),
         )
-        addends = []
+        factors, start = [], 0.0
         for i in range(k):
             if in_registers:
                 at, thread, byte = a_place(within, i, size)
@@ -115,16 +129,18 @@ def test_product_is_the_sum_over_k(kind, n, where, majors, options, seed):
                 a_code = cta.shared.data[at : at + size].tobytes()
             at = element_address(*place_b, mn_b, column, i, size)
             b_code = cta.shared.data[at : at + size].tobytes()
-            addends.append(number(a_code, kind) * number(b_code, kind) * (-1 if negate else 1))
+            factors.append((number(a_code, kind) * (-1 if negate else 1), number(b_code, kind)))
         if accumulate:
             code = np.uint32(before[warp][8 + register, lane])
-            addends.append(float(code.view(np.int32 if d == "s32" else np.float32)))
+            start = float(code.view(np.int32 if d == "s32" else np.float32))
         found = int(cta.warps[warp].registers[8 + register, lane])
-        if kind in ("e4m3", "e5m2"):
-            assert found & 0x7FFFFFFF == f32(aligned_sum(addends)) & 0x7FFFFFFF
-            continue
-        total = math.fsum(addends)
-        assert found == (int(total) % (1 << 32) if d == "s32" else f32(total))
+        if d == "s32":
+            total = start + sum(x * y for x, y in factors)
+            assert found == int(total) % (1 << 32)
+        else:
+            wanted_bits = f32(aligned_sum(kind, factors, start))
+            assert found & 0x7FFFFFFF == wanted_bits & 0x7FFFFFFF
+            assert (found ^ wanted_bits) >> 31 == 0 or found & 0x7FFFFFFF == 0
 
 
 def test_f16_results_are_packed_in_pairs():
@@ -148,14 +164,15 @@ def test_long_fp8_sums_stall_as_measured(keys, wanted):
     one, v = np.ones((1, 32)), np.full((1, 32), 0.75)
     total = np.zeros((1, 1))
     for _ in range(keys // 32):
-        total = multiply_aligned(one, v, total)
+        total = hopper.multiply(one, v, total, _E4M3, "f32")
     output = from_float32((total / keys).astype(np.float32), "bf16")
     assert round(float(to_float32(output, "bf16")[0, 0]), 4 if keys > 8192 else 3) == wanted
 
 
 def test_aligned_sums_keep_infinity_and_nan():
-    inf = multiply_aligned(np.array([[np.inf, 1.0]]), np.array([[1.0, 1.0]]), None)
-    nan = multiply_aligned(np.array([[np.inf, 1.0]]), np.array([[0.0, 1.0]]), None)
+    infinite = np.array([[np.inf, 1.0]])
+    inf = hopper.multiply(infinite, np.array([[1.0, 1.0]]), None, _E5M2, "f32")
+    nan = hopper.multiply(infinite, np.array([[0.0, 1.0]]), None, _E5M2, "f32")
     assert np.isposinf(inf[0, 0])
     assert np.isnan(nan[0, 0])
 

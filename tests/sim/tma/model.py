@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,7 +57,9 @@ def load(m: TensorMap, data: np.ndarray, coordinates: tuple[int, ...], image: np
 
 
 def store(m: TensorMap, data: np.ndarray, coordinates: tuple[int, ...], image: np.ndarray, at: int):
-    """Copy the box from `image` to `data`."""
-    for target, source in elements(m, coordinates, at):
+    """Copy the box from `image` to `data`; rows end where 16 bytes do."""
+    units = 16 // m.size
+    wide = replace(m, dims=(-(-m.dims[0] // units) * units, *m.dims[1:]))
+    for target, source in elements(wide, coordinates, at):
         if target is not None:
             data[target : target + m.size] = image[source : source + m.size]

@@ -61,8 +61,8 @@ def _box_bytes(m: TensorMap) -> int:
 
 
 def _rig(m: TensorMap, **more: object) -> tuple[Rig, TensorMap, np.ndarray]:
-    """A rig whose only buffer is exactly the tensor."""
-    data = aligned(extent(m), seed=1)
+    """A rig whose only buffer is the tensor, to the end of its last 16 bytes."""
+    data = aligned(-(-extent(m) // 16) * 16, seed=1)
     m = at(m, data.ctypes.data)
     return Rig(data, params=encode(m), **more), m, data
 
@@ -300,16 +300,29 @@ def test_a_store_of_what_nobody_wrote():
 
 
 def test_out_of_bounds_parts_of_a_store_need_not_be_written():
-    rig, _, tensor = _rig(replace(U8, dims=(24, 8), strides=(32,)))
-    image = aligned(128, seed=5)
-    offsets = DATA + np.array([0, 8, 16, 32, 40, 48])
-    rig.warp().cta.shared.write(
-        offsets, image.reshape(-1, 8)[[0, 1, 2, 4, 5, 6]], rig.warp().access()
-    )
+    """But for those within the last 16 bytes of a row."""
+    rig, _, tensor = _rig(replace(U8, dims=(40, 8), strides=(64,), box=(64, 4)))
+    image = aligned(256, seed=5)
+    inside = [*range(6), *range(8, 14)]  # of units of 8 bytes: 48 of each 64
+    offsets = DATA + 8 * np.array(inside)
+    rig.warp().cta.shared.write(offsets, image.reshape(-1, 8)[inside], rig.warp().access())
     rig.warp().fence_proxy_async()
     _issue(rig, STORE, (0, 6), DATA)
-    np.testing.assert_array_equal(tensor[6 * 32 : 6 * 32 + 24], image[:24])
-    np.testing.assert_array_equal(tensor[7 * 32 : 7 * 32 + 24], image[32:56])
+    np.testing.assert_array_equal(tensor[6 * 64 : 6 * 64 + 48], image[:48])
+    np.testing.assert_array_equal(tensor[7 * 64 : 7 * 64 + 48], image[64:112])
+
+
+@pytest.mark.parametrize(("template", "more"), [(STORE, {}), (REDUCE, {"op": "add"})])
+def test_a_store_past_the_end_of_a_buffer_is_found(template, more):
+    """It writes 16 bytes where the last row has 8, as an H200 does."""
+    m = TensorMap(0, "u32", (6, 3), (32,), (8, 2), (1, 1))
+    data = aligned(extent(m), seed=1)
+    rig = Rig(data, params=encode(at(m, data.ctypes.data)))
+    rig.write(DATA, np.full(16, 1, np.uint32))
+    rig.warp().fence_proxy_async()
+    _issue(rig, template, (0, 0), DATA, **more)
+    with pytest.raises(OutOfBounds, match="passed by 8 bytes"):
+        _issue(rig, template, (0, 2), DATA, **more)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +477,8 @@ def test_reductions_drop_what_is_out_of_bounds():
     rig.warp().fence_proxy_async()
     _issue(rig, REDUCE, (4, 2), DATA, op="add")
     changed = np.flatnonzero(tensor != before) // 4
-    assert set(changed.tolist()) == {2 * 8 + 4, 2 * 8 + 5}
+    # Where a row ends within 16 bytes, an H200 adds to all of them.
+    assert set(changed.tolist()) == {2 * 8 + i for i in range(4, 8)}
 
 
 # ------------------------------------------------------------------------------------------- order

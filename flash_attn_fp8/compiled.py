@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
-from flash_attn_fp8.specs import TILE, Sm100Spec
+from flash_attn_fp8.specs import Sm100Spec
 
 _ALIGNMENT = 16  # bytes of a row: what TMA and 16-byte stores need
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
@@ -42,9 +42,10 @@ def _simulate(
 
     with sim.device(plan.target.arch, sm_count=plan.target.sm_count):
         # Memory that the device knows: an access outside of any of these is an error.
-        o = Operands(*(None if t is None else t.clone() for t in operands))
+        copies = [None if t is None else t.clone() for t in operands]
+        o = Operands(*copies)  # type: ignore[arg-type]
         here = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
-        _launch(_kernel(plan.spec, plan.target.arch), plan, problem, o, *here)  # type: ignore[arg-type]
+        _launch(_kernel(plan.spec, plan.target.arch), plan, problem, o, *here)
     out.copy_(here[0])
     if lse is not None and here[1] is not None:
         lse.copy_(here[1])
@@ -157,6 +158,3 @@ def _combine(
     out.copy_(saturating_cast(merged, fmt) if fmt.is_fp8 else merged)
     if lse is not None:
         lse.copy_(merged_lse.transpose(-1, -2))
-
-
-assert TILE == 128

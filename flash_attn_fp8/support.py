@@ -34,7 +34,8 @@ def _needs_sm100(problem: Problem, target: Target) -> str | None:
 def _sm100_formats(problem: Problem, target: Target) -> str | None:
     traits = problem.traits
     if traits.q_format != traits.kv_format:
-        return f"its kernel wants q, k and v in one format, not {traits.q_format} and {traits.kv_format}"
+        mixed = f"{traits.q_format} and {traits.kv_format}"
+        return f"its kernel wants q, k and v in one format, not {mixed}"
     return None
 
 

@@ -18,4 +18,7 @@ def compile_kernel(spec: Sm100Spec) -> Callable[..., Any]:
     """The kernel of a spec for the architecture that CuTe DSL compiles for now."""
     tensors, scalars = forward_signature(spec)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(Sm100Forward(spec), tensors, scalars, stream, options=OPTIONS)
+    kernel: Callable[..., Any] = cute.compile(
+        Sm100Forward(spec), tensors, scalars, stream, options=OPTIONS
+    )
+    return kernel

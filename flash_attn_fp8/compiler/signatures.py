@@ -6,6 +6,8 @@ alignment) is a number.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -20,9 +22,8 @@ ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
 def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
     """The arguments of `Sm100Forward(spec)`, without the stream."""
     traits = spec.traits
-    rank_q, rank_kv = (
-        3 if layout == "varlen" else 4 for layout in (traits.q_layout, traits.kv_layout)
-    )
+    rank_q = 3 if traits.q_layout == "varlen" else 4
+    rank_kv = 3 if traits.kv_layout == "varlen" else 4
     parts = int(spec.split)
     tensors = Tensors(
         q=_rows(traits.q_format, rank_q, traits.head_dim),
@@ -44,7 +45,7 @@ def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
 
 
-def _rows(fmt: str, rank: int, width: int):
+def _rows(fmt: str, rank: int, width: int) -> Any:
     """A tensor of rows of `width` elements, each row aligned."""
     dtype = DTYPES[fmt]
     divisibility = ALIGNMENT * 8 // dtype.width
@@ -53,13 +54,13 @@ def _rows(fmt: str, rank: int, width: int):
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=ALIGNMENT)
 
 
-def _small(dtype, rank: int):
+def _small(dtype: Any, rank: int) -> Any:
     shape = tuple(cute.sym_int32() for _ in range(rank))
     stride = tuple(cute.sym_int64() for _ in range(rank))
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=dtype.width // 8)
 
 
-def _scale(kind: Descale | None, rank: int):
+def _scale(kind: Descale | None, rank: int) -> Any:
     """A descale as the kernel indexes it; the leading 1 of a packed one is dropped."""
     if kind is None:
         return None

@@ -195,7 +195,7 @@ class Sm100Forward:
 
     @cute.jit
     def _zero_unused_rows(self, ctx):
-        """Rows of query tiles that no token has; TMA never writes them, the tensor core reads them."""
+        """Rows of query tiles that no token has: the tensor core reads what TMA never writes."""
         g = self.geometry
         words = g.chunk(g.head_dim) * g.element // 4
         count = (TILE - g.rows) * words

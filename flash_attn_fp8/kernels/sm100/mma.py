@@ -67,7 +67,6 @@ def fragments(ctx: Context, products: Products, tmem) -> Fragments:
 @cute.jit
 def mma_role(ctx: Context, products: Products, f: Fragments):
     """Issue the products of one unit of work after another."""
-    g = ctx.geometry
     units, tiles = Int32(0), Int32(0)
     index = ctx.first
     while index < ctx.schedule.total:

@@ -188,3 +188,10 @@ class Schedule:
         if const_expr(g.rows < TILE):
             exists = exists & (row < g.rows)
         return token, head, exists
+
+
+def part_of(ctx, tensor, work):
+    """What the unit's split writes of a partial result; the whole tensor without splits."""
+    if not ctx.geometry.spec.split:
+        return tensor
+    return tensor[(work.split, *(None,) * (len(tensor.shape) - 1))]

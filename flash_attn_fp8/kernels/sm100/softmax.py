@@ -16,11 +16,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass import select_ as select
 
+from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
 from flash_attn_fp8.kernels.sm100.scales import LN2, LOG2E, output_factor, row_factor
+from flash_attn_fp8.kernels.sm100.schedule import part_of
 from flash_attn_fp8.specs import TILE
 
 _NEG_INF = -Float32.inf
@@ -117,9 +119,8 @@ def _maximum(s):
     chains = [s[i] for i in range(4)]
     for i in cutlass.range_constexpr(4, TILE):
         chains[i % 4] = cute.arch.fmax(chains[i % 4], s[i])
-    return cute.arch.fmax(
-        cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3])
-    )
+    first = cute.arch.fmax(chains[0], chains[1])
+    return cute.arch.fmax(first, cute.arch.fmax(chains[2], chains[3]))
 
 
 @cute.jit
@@ -189,9 +190,7 @@ def _finish(ctx, work, head, row_max, row_sum, row_sum_quantized):
     rescale = Float32(1.0)
     if const_expr(ctx.traits.sink):
         # Of the splits, the first one counts the sink.
-        sink = cute.arch.fmin(
-            Float32(ctx.tensors.sink[head]) * LOG2E, Float32(3.4028234663852886e38)
-        )
+        sink = cute.arch.fmin(Float32(ctx.tensors.sink[head]) * LOG2E, Float32(FP32.max))
         if const_expr(ctx.geometry.spec.split):
             sink = select(work.split == 0, sink, _NEG_INF)
         highest = cute.arch.fmax(row_max, sink)
@@ -209,9 +208,7 @@ def _finish(ctx, work, head, row_max, row_sum, row_sum_quantized):
 
 @cute.jit
 def _write_lse(ctx, work, token, head, lse):
-    target = ctx.tensors.lse
-    if const_expr(ctx.geometry.spec.split):
-        target = target[work.split, *(None,) * (len(target.shape) - 1)]
+    target = part_of(ctx, ctx.tensors.lse, work)
     if const_expr(ctx.traits.q_layout == "varlen"):
         target[head, work.offset_q + token] = lse
     else:

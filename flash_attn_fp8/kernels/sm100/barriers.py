@@ -87,10 +87,6 @@ class Signal:
         """Wait for use number `use - 1`; there is nothing before number 0."""
         cute.arch.mbarrier_wait(self.at(slot), (use & 1) ^ 1)
 
-    def arrive(self, slot) -> None:
-        """One thread's arrival."""
-        cute.arch.mbarrier_arrive(self.at(slot))
-
 
 @dataclass(frozen=True)
 class Barriers:
@@ -103,7 +99,7 @@ class Barriers:
     o_full: Signal  # mma -> correction
     scale_full: Signal  # softmax -> correction: a factor for each row
     scale_empty: Signal
-    tail_clean: Signal  # tail -> mma
+    tail: Ring  # tail -> mma: the first V tile of a unit is clean
     token_scales: Ring  # scales -> softmax: what belongs to each key of a tile
 
     @classmethod
@@ -117,7 +113,7 @@ class Barriers:
             o_full=Signal.of(smem, stages, 1),
             scale_full=Signal.of(smem, stages, SOFTMAX_WARPS),
             scale_empty=Signal.of(smem, stages, CORRECTION_WARPS),
-            tail_clean=Signal.of(smem, 1, 1),
+            tail=Ring.of(smem, 1),
             token_scales=Ring.of(smem, TOKEN_SCALE_SLOTS, 1, SOFTMAX_WARPS * stages),
         )
 
@@ -130,9 +126,15 @@ class Barriers:
 @cute.jit
 def warp_arrives(signal: cutlass.Constexpr, slot: Int32):
     """One arrival for a warp whose lanes have all done what they announce."""
+    arrive(signal.at(slot))
+
+
+@cute.jit
+def arrive(barrier):
+    """The same at a barrier."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        signal.arrive(slot)
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit

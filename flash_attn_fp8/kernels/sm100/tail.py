@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
+from flash_attn_fp8.kernels.sm100.barriers import arrive
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
 from flash_attn_fp8.specs import TILE
@@ -32,7 +32,8 @@ def tail_role(ctx: Context):
                 kv.wait_full(first_v)
                 _zero(ctx, kv.slot(first_v), valid)
                 cute.arch.fence_view_async_shared()
-            warp_arrives(ctx.barriers.tail_clean, Int32(0))
+            ctx.barriers.tail.wait_empty(units)
+            arrive(ctx.barriers.tail.full(units))
             units += 1
             tiles += n
         index += ctx.stride

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
-from flash_attn_fp8.specs import Sm100Spec
+from flash_attn_fp8.specs import CombineSpec, Sm100Spec
 
 _ALIGNMENT = 16  # bytes of a row: what TMA and 16-byte stores need
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
@@ -25,11 +25,11 @@ def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tens
     if plan.impl == "sim":
         _simulate(plan, problem, operands, out, lse)
     else:
-        _launch(_kernel(plan.spec, plan.target.arch), plan, problem, operands, out, lse)
+        _launch(plan, problem, operands, out, lse)
 
 
 @cache
-def _kernel(spec: Sm100Spec, arch: str) -> Callable[..., Any]:
+def _kernel(spec: Sm100Spec | CombineSpec, arch: str) -> Callable[..., Any]:
     from flash_attn_fp8.compiler.build import compile_kernel
 
     return compile_kernel(spec)
@@ -45,36 +45,35 @@ def _simulate(
         copies = [None if t is None else t.clone() for t in operands]
         o = Operands(*copies)  # type: ignore[arg-type]
         here = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
-        _launch(_kernel(plan.spec, plan.target.arch), plan, problem, o, *here)
+        _launch(plan, problem, o, *here)
     out.copy_(here[0])
     if lse is not None and here[1] is not None:
         lse.copy_(here[1])
 
 
-def _launch(
-    kernel: Callable[..., Any],
-    plan: Plan,
-    problem: Problem,
-    o: Operands,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    parts = _parts(plan, problem)
-    target, target_lse = _aligned_output(out), lse
-    if parts is not None:
-        target = torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
-        shape = problem.lse_shape if lse is None else tuple(lse.shape)
-        target_lse = torch.empty(parts, *shape, dtype=torch.float32, device=out.device)
-    kernel(_tensors(problem, o, target, target_lse), _scalars(plan, problem, parts))
-    if parts is not None and target_lse is not None:
-        _combine(problem, o, target, target_lse, out, lse)
-    elif target is not out:
-        out.copy_(target)
-
-
-def _parts(plan: Plan, problem: Problem) -> int | None:
-    """Number of parts that every sequence's keys are divided into; None: they are not divided."""
-    return plan.split.parts(problem.sizes.seqlen_k) if plan.spec.split else None  # type: ignore[union-attr]
+def _launch(plan: Plan, problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> None:
+    assert isinstance(plan.spec, Sm100Spec)
+    kernel = _kernel(plan.spec, plan.target.arch)
+    if not plan.spec.split:
+        target = _aligned_output(out)
+        kernel(_tensors(problem, o, target, lse), _scalars(plan, problem, 1))
+        if target is not out:
+            out.copy_(target)
+        return
+    parts = plan.split.parts(problem.sizes.seqlen_k)
+    partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
+    shape = problem.lse_shape
+    lse_partial = torch.empty(parts, *shape, dtype=torch.float32, device=out.device)
+    kernel(_tensors(problem, o, partial, lse_partial), _scalars(plan, problem, parts))
+    scale = None if o.output_scale is None else o.output_scale.reshape(1)
+    merge = CombineSpec(
+        out_format=problem.traits.out_format,
+        head_dim_v=problem.traits.head_dim_v,
+        varlen=problem.traits.q_layout == "varlen",
+        lse=lse is not None,
+        output_scale=scale is not None,
+    )
+    _kernel(merge, plan.target.arch)((partial, lse_partial, out, lse, scale))
 
 
 def _tensors(problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
@@ -91,7 +90,7 @@ def _tensors(problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> 
     )  # fmt: skip
 
 
-def _scalars(plan: Plan, problem: Problem, parts: int | None) -> tuple[float | int, ...]:
+def _scalars(plan: Plan, problem: Problem, parts: int) -> tuple[float | int, ...]:
     """`kernels.sm100.operands.Scalars`, as a plain tuple."""
     sizes, traits = problem.sizes, problem.traits
     bytes_per_key = (traits.head_dim + traits.head_dim_v) * traits.p_format.bits // 8
@@ -102,7 +101,7 @@ def _scalars(plan: Plan, problem: Problem, parts: int | None) -> tuple[float | i
         _UNBOUNDED if sizes.window_left is None else sizes.window_left,
         _UNBOUNDED if sizes.window_right is None else sizes.window_right,
         sizes.seqlen_q,
-        1 if parts is None else parts,
+        parts,
         plan.split.keys or 0,
         max(1, heads_at_once) if traits.bounded_right else 1,
         plan.target.sm_count,
@@ -136,25 +135,3 @@ def _scale(scale: Tensor | None, kind: Descale | None, rank: int) -> Tensor | No
     if kind.granularity == "tensor":
         return scale.reshape(1)
     return scale[0] if kind.per_token and rank == 3 else scale
-
-
-def _combine(
-    problem: Problem,
-    o: Operands,
-    partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Merge the parts."""
-    from flash_attn_fp8.formats import FORMATS, saturating_cast
-    from flash_attn_fp8.reference.combine import combine
-
-    rows = lse_partial.transpose(-1, -2)  # heads last, as the output has them
-    merged, merged_lse = combine(partial, rows)
-    if o.output_scale is not None:
-        merged = merged / o.output_scale
-    fmt = FORMATS[problem.traits.out_format]
-    out.copy_(saturating_cast(merged, fmt) if fmt.is_fp8 else merged)
-    if lse is not None:
-        lse.copy_(merged_lse.transpose(-1, -2))

@@ -68,21 +68,12 @@ def _sm100_exp2(problem: Problem, target: Target) -> str | None:
     return None if exp2 == "exact" else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
 
 
-def _sm100_token_scales(problem: Problem, target: Target) -> str | None:
-    for name in ("k_descale", "v_descale"):
-        kind = getattr(problem.traits, name)
-        if kind is not None and kind.per_token:
-            return f"its kernel takes no {name} per token; use impl='tiled'"
-    return None
-
-
 _SM100 = (
     _sm100_formats,
     _sm100_head_dims,
     _sm100_pages,
     _sm100_group,
     _sm100_exp2,
-    _sm100_token_scales,
 )
 
 

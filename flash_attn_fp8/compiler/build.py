@@ -7,18 +7,24 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from flash_attn_fp8.compiler.signatures import forward_signature
+from flash_attn_fp8.compiler.signatures import combine_signature, forward_signature
+from flash_attn_fp8.kernels.combine import Combine
 from flash_attn_fp8.kernels.sm100.forward import Sm100Forward
-from flash_attn_fp8.specs import Sm100Spec
+from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+
+Spec = Sm100Spec | CombineSpec
 
 OPTIONS = "--enable-tvm-ffi"
 
 
-def compile_kernel(spec: Sm100Spec) -> Callable[..., Any]:
+def compile_kernel(spec: Spec) -> Callable[..., Any]:
     """The kernel of a spec for the architecture that CuTe DSL compiles for now."""
-    tensors, scalars = forward_signature(spec)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    kernel: Callable[..., Any] = cute.compile(
-        Sm100Forward(spec), tensors, scalars, stream, options=OPTIONS
-    )
-    return kernel
+    kernel: Any
+    arguments: tuple[Any, ...]
+    if isinstance(spec, Sm100Spec):
+        kernel, arguments = Sm100Forward(spec), forward_signature(spec)
+    else:
+        kernel, arguments = Combine(spec), (combine_signature(spec),)
+    compiled: Callable[..., Any] = cute.compile(kernel, *arguments, stream, options=OPTIONS)
+    return compiled

@@ -11,10 +11,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
 from flash_attn_fp8.problem import Descale
-from flash_attn_fp8.specs import Sm100Spec
+from flash_attn_fp8.specs import CombineSpec, Sm100Spec
 
 ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
 
@@ -43,6 +44,18 @@ def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
         output_scale=_small(Float32, 1) if traits.output_scale else None,
     )
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
+
+
+def combine_signature(spec: CombineSpec) -> CombineTensors:
+    """The arguments of `Combine(spec)`, without the stream."""
+    rank = 3 if spec.varlen else 4
+    return CombineTensors(
+        partial=_rows("fp32", rank + 1, spec.head_dim_v),
+        lse_partial=_small(Float32, rank),
+        out=_small(DTYPES[spec.out_format], rank),
+        lse=_small(Float32, rank - 1) if spec.lse else None,
+        output_scale=_small(Float32, 1) if spec.output_scale else None,
+    )
 
 
 def _rows(fmt: str, rank: int, width: int) -> Any:

@@ -26,7 +26,7 @@ class Buffers:
     q: cute.Pointer
     kv: cute.Pointer
     row_scale: cute.Tensor  # (TILE, stage): from softmax to correction
-    token_scale: Any  # (TILE, 3, slot): K's scale, log2 of V's, its inverse
+    token_scale: cute.Tensor  # (TILE, kind, slot): see token_scales.py
     staging: cute.Pointer  # bytes of output rows, for each correction warp
     tmem_address: cute.Pointer
 

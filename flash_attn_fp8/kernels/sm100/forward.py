@@ -16,17 +16,20 @@ from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.sm100.barriers import Barriers
 from flash_attn_fp8.kernels.sm100.context import Buffers, Context
 from flash_attn_fp8.kernels.sm100.correction import correction_role
+from flash_attn_fp8.kernels.sm100.fill import fill_role
 from flash_attn_fp8.kernels.sm100.geometry import (
     CORRECTION_REGISTERS,
     CORRECTION_WARP,
     LOAD_WARP,
     MMA_WARP,
     OTHER_REGISTERS,
+    SCALE_WARP,
     SOFTMAX_REGISTERS,
     SOFTMAX_WARPS,
     TAIL_WARP,
     THREADS,
     TMEM_COLUMNS,
+    TOKEN_SCALE_SLOTS,
     WARP,
     Geometry,
 )
@@ -36,6 +39,7 @@ from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.sm100.schedule import Schedule
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
 from flash_attn_fp8.kernels.sm100.tail import tail_role
+from flash_attn_fp8.kernels.sm100.token_scales import KINDS, token_scale_role
 from flash_attn_fp8.specs import TILE, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
@@ -151,16 +155,22 @@ class Sm100Forward:
             if const_expr(self.geometry.cleans_tail):
                 if warp == TAIL_WARP:
                     tail_role(ctx)
+            if warp == SCALE_WARP:
+                if const_expr(self.spec.traits.q_layout == "varlen"):
+                    fill_role(ctx)
+                if const_expr(self.geometry.scales_per_token):
+                    token_scale_role(ctx)
 
     def _context(self, tensors: Tensors, scalars: Scalars) -> Context:
         g = self.geometry
         smem = SmemAllocator()
         barriers = Barriers.of(smem, g)
         rows = cute.make_layout((TILE, g.q_stage))
+        of_keys = cute.make_layout((TILE, KINDS, TOKEN_SCALE_SLOTS))
         buffers = Buffers(
             tmem_address=smem.allocate_array(Int32, 1),
             row_scale=smem.allocate_tensor(Float32, rows, 16),
-            token_scale=None,
+            token_scale=smem.allocate_tensor(Float32, of_keys, 16),
             staging=smem.allocate_array(cutlass.Uint8, g.staging_bytes, byte_alignment=128),
             q=smem.allocate_array(self.q_dtype, TILE * g.head_dim * g.q_slots, byte_alignment=1024),
             kv=smem.allocate_array(

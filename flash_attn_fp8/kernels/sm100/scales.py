@@ -20,6 +20,18 @@ LN2 = math.log(2)
 _SMALLEST = 2.0**-126
 
 
+def per_token(kind) -> bool:
+    """Whether a descale has a value for each token."""
+    return kind is not None and kind.per_token
+
+
+def is_uniform(ctx: Context) -> bool:
+    """Whether all rows of a unit of work have the same factor."""
+    kind = ctx.traits.q_descale
+    several_heads = ctx.geometry.spec.group > 1
+    return kind is None or not (kind.per_token or (kind.per_query_head and several_heads))
+
+
 @cute.jit
 def row_factor(ctx: Context, work, token, head):
     """What multiplies S of a row: softmax_scale and the scales of q and k, those per key apart."""
@@ -29,7 +41,7 @@ def row_factor(ctx: Context, work, token, head):
         kind = traits.q_descale
         scale_head = head if const_expr(kind.per_query_head) else head // traits.q_heads_per_kv_head
         factor = factor * _value(t.q_descale, kind.granularity, work, token, scale_head)
-    if const_expr(traits.k_descale is not None and not traits.k_descale.per_token):
+    if const_expr(traits.k_descale is not None and not per_token(traits.k_descale)):
         kv_head = ctx.schedule.kv_head(work.head)
         factor = factor * _value(t.k_descale, traits.k_descale.granularity, work, token, kv_head)
     if const_expr(not traits.softcap):
@@ -42,7 +54,7 @@ def output_factor(ctx: Context, work):
     """What multiplies the normalised output: V's scale, and one over the output's."""
     traits, t = ctx.traits, ctx.tensors
     factor = Float32(1.0)
-    if const_expr(traits.v_descale is not None and not traits.v_descale.per_token):
+    if const_expr(traits.v_descale is not None and not per_token(traits.v_descale)):
         kv_head = ctx.schedule.kv_head(work.head)
         factor = _value(t.v_descale, traits.v_descale.granularity, work, 0, kv_head)
     if const_expr(traits.output_scale and not ctx.geometry.spec.split):

@@ -18,14 +18,23 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
+from flash_attn_fp8.kernels.sm100.barriers import arrive, warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
-from flash_attn_fp8.kernels.sm100.scales import LN2, LOG2E, output_factor, row_factor
+from flash_attn_fp8.kernels.sm100.scales import (
+    LN2,
+    LOG2E,
+    is_uniform,
+    output_factor,
+    per_token,
+    row_factor,
+)
 from flash_attn_fp8.kernels.sm100.schedule import part_of
+from flash_attn_fp8.kernels.sm100.token_scales import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.specs import TILE
 
 _NEG_INF = -Float32.inf
+_SCALES_AT_ONCE = 16  # keys whose scales are in registers
 
 
 @cute.jit
@@ -69,7 +78,11 @@ def _tile(ctx, tmem, work, stage, thread, tile, i, row, state):
     address = tmem + g.s_column(slot)
     s = tensor_memory.load(address, TILE, thread)
     cute.arch.fence_view_async_tmem_load()
-    factor = _to_log2(ctx, s, factor)
+    scales = None
+    if const_expr(g.scales_per_token):
+        ctx.barriers.token_scales.wait_full(tile)
+        scales = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(tile)]
+    factor = _to_log2(ctx, s, factor, scales)
     _mask(ctx, s, work, stage, n_block, lo, hi)
     row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
     if i > 0:
@@ -80,24 +93,67 @@ def _tile(ctx, tmem, work, stage, thread, tile, i, row, state):
     tensor_memory.store(words, address, g.p_columns, thread)
     cute.arch.fence_view_async_tmem_store()
     warp_arrives(ctx.barriers.p_full, slot)
-    row_sum = row_sum * rescale + _sum(s)
+    if const_expr(ctx.traits.v_scale_in_exponent):
+        row_sum = row_sum * rescale + _weighted_sum(s, scales)
+    else:
+        row_sum = row_sum * rescale + _sum(s)
+    if const_expr(g.scales_per_token):
+        arrive(ctx.barriers.token_scales.empty(tile))
     if const_expr(not ctx.traits.exact_row_sum):
         row_sum_quantized = row_sum_quantized * rescale + _sum_of_codes(p)
     return row_max, row_sum, row_sum_quantized
 
 
 @cute.jit
-def _to_log2(ctx, s, factor):
-    """Score tiles that are no plain multiple of x become x, in place; what is left to multiply."""
-    if const_expr(ctx.traits.softcap):
-        softcap = ctx.scalars.softcap
-        inner = factor / softcap * (2 * LOG2E)
+def _to_log2(ctx, s, factor, scales):
+    """Scores that are no plain multiple of x become x, in place; what is left to multiply."""
+    traits = ctx.traits
+    if const_expr(ctx.geometry.scales_per_token):
+        one = Float32(1.0)
+        for column in cutlass.range_constexpr(0, TILE, _SCALES_AT_ONCE):
+            k_factor = _scales_of(scales, K_FACTOR, column)
+            v_log2 = _scales_of(scales, V_LOG2, column)
+            for i in cutlass.range_constexpr(0, _SCALES_AT_ONCE, 2):
+                pair = s[column + i], s[column + i + 1]
+                multiplier = factor, factor
+                if const_expr(per_token(traits.k_descale)):
+                    multiplier = k_factor[i], k_factor[i + 1]
+                    if const_expr(not is_uniform(ctx)):
+                        pair = cute.arch.mul_packed_f32x2(pair, (factor, factor))
+                if const_expr(traits.softcap):
+                    pair = cute.arch.mul_packed_f32x2(pair, multiplier)
+                    pair = _capped(ctx, pair[0]), _capped(ctx, pair[1])
+                    multiplier = one, one
+                if const_expr(per_token(traits.v_descale)):
+                    pair = cute.arch.fma_packed_f32x2(pair, multiplier, (v_log2[i], v_log2[i + 1]))
+                elif const_expr(not traits.softcap):
+                    pair = cute.arch.mul_packed_f32x2(pair, multiplier)
+                s[column + i], s[column + i + 1] = pair
+        factor = one
+    elif const_expr(traits.softcap):
         for i in cutlass.range_constexpr(TILE):
-            # tanh y = 1 - 2 / (e**2y + 1); tanh.approx would err by 2**-11 of the cap
-            e = cute.math.exp2(s[i] * inner, fastmath=True)
-            s[i] = (1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)) * (softcap * LOG2E)
+            s[i] = _capped(ctx, s[i] * factor)
         factor = Float32(1.0)
     return factor
+
+
+def _scales_of(scales, kind: int, column: int):
+    """Some keys' numbers of one kind, in registers; what nobody uses is not read."""
+    values = cute.make_rmem_tensor(cute.make_layout(_SCALES_AT_ONCE), Float32)
+    part = cute.logical_divide(scales[None, kind], cute.make_layout(_SCALES_AT_ONCE))
+    cute.autovec_copy(part[None, column // _SCALES_AT_ONCE], values)
+    return values
+
+
+@cute.jit
+def _capped(ctx, score):
+    """softcap * tanh(score / softcap) in log2 units, of a score in natural ones.
+
+    tanh y = 1 - 2 / (e**2y + 1): tanh.approx would err by 2**-11 of the cap.
+    """
+    softcap = ctx.scalars.softcap
+    e = cute.math.exp2(score * (2 * LOG2E / softcap), fastmath=True)
+    return (1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)) * (softcap * LOG2E)
 
 
 @cute.jit
@@ -164,6 +220,18 @@ def _sum(s):
         b = cute.arch.add_packed_f32x2(b, (s[i + 2], s[i + 3]))
     a = cute.arch.add_packed_f32x2(a, b)
     return a[0] + a[1]
+
+
+@cute.jit
+def _weighted_sum(s, scales):
+    """Of P, each divided by its key's V scale."""
+    total = Float32(0.0), Float32(0.0)
+    for column in cutlass.range_constexpr(0, TILE, _SCALES_AT_ONCE):
+        inverse = _scales_of(scales, V_INVERSE, column)
+        for i in cutlass.range_constexpr(0, _SCALES_AT_ONCE, 2):
+            pair = s[column + i], s[column + i + 1]
+            total = cute.arch.fma_packed_f32x2(pair, (inverse[i], inverse[i + 1]), total)
+    return total[0] + total[1]
 
 
 @cute.jit

@@ -19,7 +19,7 @@ from flash_attn_fp8.kernels.sm100.mma import slot_and_use
 from flash_attn_fp8.kernels.sm100.schedule import part_of
 from flash_attn_fp8.specs import TILE
 
-_COLUMNS = 32  # of O that are rescaled at once
+_COLUMNS = 16  # of O that are rescaled at once
 _VECTOR = 16  # bytes of a global store
 
 
@@ -67,10 +67,10 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
     if cute.arch.vote_any_sync(factor != 1.0):
         address = tmem + g.o_column(stage)
         for column in cutlass.range_constexpr(0, g.head_dim_v, _COLUMNS):
-            o = tensor_memory.load(address + column, _COLUMNS, thread)
+            o = tensor_memory.load(address + column, _COLUMNS, thread, _COLUMNS)
             cute.arch.fence_view_async_tmem_load()
             _scale(o, factor)
-            tensor_memory.store(o, address + column, _COLUMNS, thread)
+            tensor_memory.store(o, address + column, _COLUMNS, thread, _COLUMNS)
         cute.arch.fence_view_async_tmem_store()
     warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0]))
 

@@ -18,13 +18,11 @@ from flash_attn_fp8.kernels.sm100.context import Buffers, Context
 from flash_attn_fp8.kernels.sm100.correction import correction_role
 from flash_attn_fp8.kernels.sm100.fill import fill_role
 from flash_attn_fp8.kernels.sm100.geometry import (
-    CORRECTION_REGISTERS,
     CORRECTION_WARP,
+    CORRECTION_WARPS,
     LOAD_WARP,
     MMA_WARP,
-    OTHER_REGISTERS,
     SCALE_WARP,
-    SOFTMAX_REGISTERS,
     SOFTMAX_WARPS,
     TAIL_WARP,
     THREADS,
@@ -43,7 +41,6 @@ from flash_attn_fp8.kernels.sm100.token_scales import KINDS, token_scale_role
 from flash_attn_fp8.specs import TILE, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
-_TMEM_USERS = WARP * (MMA_WARP + 1)  # softmax, correction and MMA warps
 
 
 class Sm100Forward:
@@ -124,34 +121,36 @@ class Sm100Forward:
         ctx = self._context(tensors, scalars)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self._set_up(ctx, warp, (q_atom, k_atom, v_atom))
+        registers = self.geometry.registers
 
         if warp == LOAD_WARP:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.others)
             load_role(ctx, Loads((q_atom, q, boxes.q), (k_atom, k, boxes.k), (v_atom, v, boxes.v)))
 
         elif warp == MMA_WARP:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.others)
             cute.arch.alloc_tmem(TMEM_COLUMNS, ctx.buffers.tmem_address)
             tmem = _tensor_memory(ctx)
             mma_role(ctx, products, fragments(ctx, products, tmem))
             cute.arch.relinquish_tmem_alloc_permit()
-            _meet()
+            _meet(ctx)
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
 
         elif warp >= CORRECTION_WARP and warp < MMA_WARP:
-            cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.correction)
             correction_role(ctx, _tensor_memory(ctx))
-            _meet()
+            _meet(ctx)
+
+        elif warp < SOFTMAX_WARPS * self.geometry.q_stage:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            softmax_role(ctx, warp // SOFTMAX_WARPS, _tensor_memory(ctx))
+            _meet(ctx)
 
         elif warp < CORRECTION_WARP:
-            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            tmem = _tensor_memory(ctx)
-            if warp < SOFTMAX_WARPS * self.geometry.q_stage:
-                softmax_role(ctx, warp // SOFTMAX_WARPS, tmem)
-            _meet()
+            cute.arch.setmaxregister_decrease(registers.idle)
 
         else:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.others)
             if const_expr(self.geometry.cleans_tail):
                 if warp == TAIL_WARP:
                     tail_role(ctx)
@@ -222,12 +221,14 @@ class Sm100Forward:
 
 def _tensor_memory(ctx):
     """The address of the CTA's tensor memory, once it is allocated."""
-    _meet()
+    _meet(ctx)
     return cute.arch.retrieve_tmem_ptr(Float32, 16, ctx.buffers.tmem_address)
 
 
-def _meet() -> None:
-    cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=_TMEM_USERS)
+def _meet(ctx) -> None:
+    """Softmax, correction and MMA warps."""
+    users = SOFTMAX_WARPS * ctx.geometry.q_stage + CORRECTION_WARPS + 1
+    cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=WARP * users)
 
 
 def _queries(q, group: int):

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
+from flash_attn_fp8.kernels.sm100.barriers import warp_arrives, warp_arrives_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
@@ -36,7 +36,9 @@ def correction_role(ctx: Context, tmem):
         if n > 0:
             for stage in cutlass.range_constexpr(g.q_stage):
                 # The output before has been read: P V may start anew.
-                warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tiles, stage)[0]))
+                warp_arrives_at_leader(
+                    ctx.geometry, ctx.barriers.p_full, Int32(slot_and_use(g, tiles, stage)[0])
+                )
             for i in cutlass.range(1, n, unroll=1):
                 for stage in cutlass.range_constexpr(g.q_stage):
                     _correct(ctx, tmem, thread, stage, tiles + i)
@@ -72,7 +74,9 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
             _scale(o, factor)
             tensor_memory.store(o, address + column, _COLUMNS, thread, _COLUMNS)
         cute.arch.fence_view_async_tmem_store()
-    warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0]))
+    warp_arrives_at_leader(
+        ctx.geometry, ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0])
+    )
 
 
 @cute.jit

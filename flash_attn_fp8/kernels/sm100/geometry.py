@@ -104,10 +104,24 @@ class Geometry:
         return width // self.element
 
     @property
-    def key_rows(self) -> int:
-        """Keys of one TMA box: a tile, or a page where pages are smaller."""
+    def ctas(self) -> int:
+        """CTAs that work together."""
+        return 2 if self.spec.pair else 1
+
+    @property
+    def k_rows(self) -> int:
+        """Keys of a K tile that a CTA holds."""
+        return TILE // self.ctas
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of a V tile that a CTA holds."""
+        return self.head_dim_v // self.ctas
+
+    def key_rows(self, tile: int) -> int:
+        """Keys of one TMA box of a tile of so many: all, or a page where pages are smaller."""
         page_size = self.spec.page_size
-        return TILE if page_size is None else min(TILE, page_size)
+        return tile if page_size is None else min(tile, page_size)
 
     @property
     def q_bytes(self) -> int:
@@ -115,7 +129,8 @@ class Geometry:
 
     @property
     def kv_bytes(self) -> int:
-        return TILE * max(self.head_dim, self.head_dim_v) * self.element
+        """Of a tile of K or V, or of a CTA's half of it."""
+        return max(self.k_rows * self.head_dim, TILE * self.v_columns) * self.element
 
     @property
     def staging_bytes(self) -> int:

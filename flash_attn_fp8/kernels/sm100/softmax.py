@@ -18,7 +18,11 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import arrive, warp_arrives
+from flash_attn_fp8.kernels.sm100.barriers import (
+    arrive,
+    warp_arrives,
+    warp_arrives_at_leader,
+)
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.encode import (
     SUM_SCALE,
@@ -139,7 +143,7 @@ def _tile(
         if const_expr(not ctx.traits.exact_row_sum):
             rounded = _sum_of_rounded(ctx, words, rounded)
     cute.arch.fence_view_async_tmem_store()
-    warp_arrives(ctx.barriers.p_full, slot)
+    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, slot)
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
     row_sum = row_sum * rescale + (exact[0] + exact[1])

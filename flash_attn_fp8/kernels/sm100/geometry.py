@@ -158,8 +158,8 @@ class Geometry:
 
     @property
     def kv_slots(self) -> int:
-        """Tiles of K or V in shared memory."""
-        return min(self._left_for_kv(self.q_slots * self.q_bytes) // self.kv_bytes, 8)
+        """Tiles of K or V, or halves of them, in shared memory."""
+        return min(self._left_for_kv(self.q_slots * self.q_bytes) // self.kv_bytes, 8 * self.ctas)
 
     def _left_for_kv(self, q: int) -> int:
         return SHARED_MEMORY - _MISCELLANY - self.staging_bytes - q

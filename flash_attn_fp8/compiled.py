@@ -21,7 +21,6 @@ _L2_BYTES = 50 * 2**20  # of K and V that the units of work in flight should sha
 
 def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
     """Fill `out` (and `lse`) by the plan's kernels."""
-    assert isinstance(plan.spec, Sm100Spec)
     if plan.impl == "sim":
         _simulate(plan, problem, operands, out, lse)
     else:
@@ -52,9 +51,11 @@ def _simulate(
 
 
 def _launch(plan: Plan, problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> None:
-    assert isinstance(plan.spec, Sm100Spec)
-    kernel = _kernel(plan.spec, plan.target.arch)
-    if not plan.spec.split:
+    spec = plan.spec
+    if not isinstance(spec, Sm100Spec):
+        raise TypeError(f"no kernel is made from {spec}")
+    kernel = _kernel(spec, plan.target.arch)
+    if not spec.split:
         target = _aligned_output(out)
         kernel(_tensors(problem, o, target, lse), _scalars(plan, problem, 1))
         if target is not out:

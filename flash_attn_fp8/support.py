@@ -68,6 +68,15 @@ def _sm100_exp2(problem: Problem, target: Target) -> str | None:
     return None if exp2 == "exact" else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
 
 
+def _where_it_runs(rule: Rule) -> Rule:
+    """A rule of a kernel, asked on its device alone: elsewhere the device is the reason."""
+
+    def asked(problem: Problem, target: Target) -> str | None:
+        return None if _needs_sm100(problem, target) else rule(problem, target)
+
+    return asked
+
+
 _SM100 = (
     _sm100_formats,
     _sm100_head_dims,
@@ -117,7 +126,7 @@ def _no_stand_in_for_long_keys(problem: Problem, target: Target) -> str | None:
 
 
 _RULES: dict[str, tuple[Rule, ...]] = {
-    "cute": (_needs_sm100, *_SM100, _too_many_splits),
+    "cute": (_needs_sm100, *map(_where_it_runs, (*_SM100, _too_many_splits))),
     "sim": (*_SM100, _too_many_splits),
     "tiled": (_too_many_splits,),
     "reference": (

@@ -33,7 +33,7 @@ from flash_attn_fp8.kernels.sm100.geometry import (
 )
 from flash_attn_fp8.kernels.sm100.load import Box, Loads, load_role
 from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
-from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.sm100.schedule import Schedule
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
 from flash_attn_fp8.kernels.sm100.tail import tail_role
@@ -58,15 +58,15 @@ class Sm100Forward:
         g = self.geometry
         products = self._products()
         boxes = self._boxes(products)
-        q = boxes.q.atom(_queries(tensors.q, self.spec.group))
-        k = boxes.k.atom(_rows_first(tensors.k))
-        v = boxes.v.atom(_rows_first(tensors.v))
+        tma = TmaOperands(
+            *boxes.q.atom(_queries(tensors.q, self.spec.group)),
+            *boxes.k.atom(_rows_first(tensors.k)),
+            *boxes.v.atom(_rows_first(tensors.v)),
+        )
         schedule = Schedule.of(g, tensors, scalars)
         grid = cutlass.max(cutlass.min(scalars.num_ctas // g.ctas, schedule.total), 1) * g.ctas
         self.kernel.set_name_prefix("flash_attn_fp8_sm100_forward")
-        self.kernel(
-            tensors, scalars, q[0], q[1], k[0], k[1], v[0], v[1], products.qk, products.pv
-        ).launch(
+        self.kernel(tensors, scalars, tma, products.qk, products.pv).launch(
             grid=(grid, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(g.ctas, 1, 1) if const_expr(self.spec.pair) else None,
@@ -122,12 +122,7 @@ class Sm100Forward:
         self,
         tensors: Tensors,
         scalars: Scalars,
-        q_atom: cute.CopyAtom,
-        q: cute.Tensor,
-        k_atom: cute.CopyAtom,
-        k: cute.Tensor,
-        v_atom: cute.CopyAtom,
-        v: cute.Tensor,
+        tma: TmaOperands,
         qk: cute.TiledMma,
         pv: cute.TiledMma,
     ):
@@ -136,12 +131,12 @@ class Sm100Forward:
         boxes = self._boxes(products)
         ctx = self._context(tensors, scalars)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self._set_up(ctx, warp, (q_atom, k_atom, v_atom))
+        self._set_up(ctx, warp, (tma.q_atom, tma.k_atom, tma.v_atom))
         registers = self.geometry.registers
 
         if warp == LOAD_WARP:
             cute.arch.setmaxregister_decrease(registers.others)
-            load_role(ctx, Loads((q_atom, q, boxes.q), (k_atom, k, boxes.k), (v_atom, v, boxes.v)))
+            load_role(ctx, _loads(tma, boxes))
 
         elif warp == MMA_WARP:
             cute.arch.setmaxregister_decrease(registers.others)
@@ -249,6 +244,14 @@ class Sm100Forward:
                 unused[word] = Uint32(0)
                 word += THREADS
         cute.arch.fence_view_async_shared()
+
+
+def _loads(tma: TmaOperands, boxes: Loads) -> Loads:
+    return Loads(
+        q=(tma.q_atom, tma.q, boxes.q),
+        k=(tma.k_atom, tma.k, boxes.k),
+        v=(tma.v_atom, tma.v, boxes.v),
+    )
 
 
 def _tensor_memory(ctx):

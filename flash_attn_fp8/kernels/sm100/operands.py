@@ -26,6 +26,17 @@ class Tensors(NamedTuple):
     output_scale: cute.Tensor | None  # (1,)
 
 
+class TmaOperands(NamedTuple):
+    """What TMA loads: atoms and coordinate tensors, made on the host."""
+
+    q_atom: cute.CopyAtom
+    q: cute.Tensor
+    k_atom: cute.CopyAtom
+    k: cute.Tensor
+    v_atom: cute.CopyAtom
+    v: cute.Tensor
+
+
 class Scalars(NamedTuple):
     """Values that vary from call to call."""
 

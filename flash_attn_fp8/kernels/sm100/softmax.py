@@ -11,6 +11,8 @@ warps through shared memory. docs/numerics.md derives the formulas.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
@@ -42,13 +44,23 @@ from flash_attn_fp8.kernels.sm100.scales import (
     per_token,
     row_factor,
 )
-from flash_attn_fp8.kernels.sm100.schedule import part_of
+from flash_attn_fp8.kernels.sm100.schedule import Work, part_of
 from flash_attn_fp8.kernels.sm100.token_scales import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.specs import TILE
 
 _NEG_INF = -Float32.inf
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
 _AT_ONCE = TILE // 2  # keys whose P is made and stored together
+
+
+class Row(NamedTuple):
+    """A thread's row of a unit of work, and the factor of its scores."""
+
+    tmem: cute.Pointer
+    work: Work
+    stage: Int32
+    thread: Int32
+    factor: Float32
 
 
 @cute.jit
@@ -63,9 +75,8 @@ def softmax_role(ctx: Context, stage: Int32, tmem):
         token, head, exists = ctx.schedule.query(work, stage, thread)
         row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
         if n > 0:
-            row_max, row_sum, row_sum_quantized = _key_tiles(
-                ctx, tmem, work, stage, thread, tiles, row_factor(ctx, work, token, head)
-            )
+            row = Row(tmem, work, stage, thread, row_factor(ctx, work, token, head))
+            row_max, row_sum, row_sum_quantized = _key_tiles(ctx, row, tiles)
             tiles += n
         normalizer, lse = _finish(ctx, work, head, row_max, row_sum, row_sum_quantized)
         if n > 0:
@@ -77,53 +88,51 @@ def softmax_role(ctx: Context, stage: Int32, tmem):
 
 
 @cute.jit
-def _key_tiles(ctx, tmem, work, stage, thread, tiles, factor):
+def _key_tiles(ctx, row, tiles):
     """All key tiles of a row, right to left: (row_max, row_sum, row_sum_quantized).
 
     Those that some row of the query tile sees in part, then those that all rows see whole, whose
     code has no mask; with a bound on the left, again some that are seen in part.
     """
     row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
-    n_left, n_right = ctx.schedule.whole_tiles(work, stage)
+    work = row.work
+    n_left, n_right = ctx.schedule.whole_tiles(work, row.stage)
     tile = tiles
     for part in cutlass.range(2 if const_expr(ctx.traits.bounded_left) else 1, unroll=1):
         masked, whole = work.n_max - n_right, n_right - n_left
         if part > 0:
             masked, whole = n_left - work.n_min, Int32(0)
         for _ in cutlass.range(masked, unroll=1):
-            row_max, row_sum, row_sum_quantized = _tile(
-                ctx, tmem, work, stage, thread, tile, tile - tiles, factor,
-                (row_max, row_sum, row_sum_quantized), True,
-            )  # fmt: skip
+            state = row_max, row_sum, row_sum_quantized
+            state = _tile(ctx, row, tile, tile - tiles, state, True)
+            row_max, row_sum, row_sum_quantized = state
             tile += 1
         for _ in cutlass.range(whole, unroll=1):
-            row_max, row_sum, row_sum_quantized = _tile(
-                ctx, tmem, work, stage, thread, tile, tile - tiles, factor,
-                (row_max, row_sum, row_sum_quantized), False,
-            )  # fmt: skip
+            state = row_max, row_sum, row_sum_quantized
+            state = _tile(ctx, row, tile, tile - tiles, state, False)
+            row_max, row_sum, row_sum_quantized = state
             tile += 1
     return row_max, row_sum, row_sum_quantized
 
 
 @cute.jit
-def _tile(
-    ctx, tmem, work, stage, thread, tile, i, factor, state, masked: cutlass.Constexpr
-):  # fmt: skip
+def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     """Key tile `i` of a row, number `tile` of the launch: the state after it."""
     g, policy = ctx.geometry, ctx.traits.policy
+    stage, thread = row.stage, row.thread
     row_max, row_sum, row_sum_quantized = state
     slot, use = slot_and_use(g, tile, stage)
     ctx.barriers.s_full.wait(slot, use)
-    address = tmem + g.s_column(slot)
+    address = row.tmem + g.s_column(slot)
     s = tensor_memory.load(address, TILE, thread)
     cute.arch.fence_view_async_tmem_load()
     scales = None
     if const_expr(g.scales_per_token):
         ctx.barriers.token_scales.wait_full(tile)
         scales = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(tile)]
-    factor = _to_log2(ctx, s, factor, scales)
+    factor = _to_log2(ctx, s, row.factor, scales)
     if const_expr(masked):
-        _mask(ctx, s, work, stage, thread, work.n_max - 1 - i)
+        _mask(ctx, s, row, row.work.n_max - 1 - i)
     row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
@@ -205,10 +214,10 @@ def _capped(ctx, score):
 
 
 @cute.jit
-def _mask(ctx, s, work, stage, thread, n_block):
+def _mask(ctx, s, row, n_block):
     """Keys that the row does not see become -inf."""
-    token, _, _ = ctx.schedule.query(work, stage, thread)
-    lo, hi = ctx.schedule.visible(token, work)
+    token, _, _ = ctx.schedule.query(row.work, row.stage, row.thread)
+    lo, hi = ctx.schedule.visible(token, row.work)
     from_key, to_key = lo - n_block * TILE, hi - n_block * TILE
     for i in cutlass.range_constexpr(TILE):
         visible = i < to_key

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from benchmarks import sass
@@ -121,6 +123,7 @@ def test_a_missing_tool_names_its_package() -> None:
         sass.tool("none")
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="the packages are not made for macOS")
 @pytest.mark.parametrize("name", ["nvdisasm", "cuobjdump"])
 def test_the_tools_are_where_their_packages_say(name: str) -> None:
     assert sass.tool(name).is_file()

@@ -41,12 +41,13 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedLaunch(Launch):
-    """A launch with its code.
+    """A launch with its code: the PTX that is executed, and the cubin made of it, for reading.
 
     `attributes` are those that have no field of their own, as (CUDA's number, its 64 bytes).
     """
 
     ptx: str
+    cubin: bytes = b""
     entry: str
     arch: str
     cooperative: bool = False

@@ -293,6 +293,7 @@ class Runtime:
         session.launched(
             CapturedLaunch(
                 ptx=kernel.image.ptx,
+                cubin=kernel.image.cubin,
                 entry=kernel.name,
                 grid=grid,
                 block=block,

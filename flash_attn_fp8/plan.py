@@ -180,15 +180,18 @@ def _spec(
 def _pays_to_pair(problem: Problem, group: int) -> bool:
     """Whether two SM100 CTAs share K and V: the one choice of a kernel that sizes take part in.
 
-    With head dim 128 and both operands of Q Kᵀ in shared memory, one CTA reads that at its limit of
-    128 bytes a clock; a pair reads a third less (benchmarks/results/static_sm100.md). Where rows
-    have bounds, the wider unit of work would see more tiles that are masked in part; what cleans
-    the tails of sequences is not made for pairs.
+    From head dim 128 on, with both operands of Q Kᵀ in shared memory, one CTA reads that at its
+    limit of 128 bytes a clock or beyond; a pair reads a third less
+    (benchmarks/results/static_sm100.md). A pair's unit of work has 512 rows at head dim 128, of
+    which bounds would mask more tiles in part: not there, but at 192 and 256, where it has the 256
+    rows of one CTA's unit elsewhere. What cleans the tails of sequences is not made for pairs.
     """
     traits = problem.traits
     bounded = traits.bounded_left or traits.bounded_right
     plain_keys = traits.kv_layout == "dense" and not traits.seqused_k
     rows = problem.sizes.seqlen_q * group
+    if traits.head_dim_v > 128:
+        return plain_keys and rows > TILE_M
     return traits.head_dim_v == 128 and plain_keys and not bounded and rows > 2 * TILE_M
 
 

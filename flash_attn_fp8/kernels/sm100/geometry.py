@@ -51,7 +51,7 @@ class Registers:
 
 
 _TWO_TILES = Registers(softmax=192, correction=80, others=48, idle=24)
-_ONE_TILE = Registers(softmax=192, correction=128, others=128, idle=24)
+_ONE_TILE = Registers(softmax=232, correction=128, others=128, idle=24)
 
 
 @dataclass(frozen=True)

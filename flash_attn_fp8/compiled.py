@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,11 +27,10 @@ def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tens
         _launch(plan, problem, operands, out, lse)
 
 
-@cache
 def _kernel(spec: Sm100Spec | CombineSpec, arch: str) -> Callable[..., Any]:
-    from flash_attn_fp8.compiler.build import compile_kernel
+    from flash_attn_fp8.compiler import cache
 
-    return compile_kernel(spec)
+    return cache.kernel(spec, arch)
 
 
 def _simulate(
@@ -66,14 +64,7 @@ def _launch(plan: Plan, problem: Problem, o: Operands, out: Tensor, lse: Tensor 
     lse_partial = torch.empty(parts, *shape, dtype=torch.float32, device=out.device)
     kernel(_tensors(problem, o, partial, lse_partial), _scalars(plan, problem, parts))
     scale = None if o.output_scale is None else o.output_scale.reshape(1)
-    merge = CombineSpec(
-        out_format=problem.traits.out_format,
-        head_dim_v=problem.traits.head_dim_v,
-        varlen=problem.traits.q_layout == "varlen",
-        lse=lse is not None,
-        output_scale=scale is not None,
-    )
-    _kernel(merge, plan.target.arch)((partial, lse_partial, out, lse, scale))
+    _kernel(plan.spec.combine, plan.target.arch)((partial, lse_partial, out, lse, scale))
 
 
 def _tensors(problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -17,8 +16,8 @@ Spec = Sm100Spec | CombineSpec
 OPTIONS = "--enable-tvm-ffi"
 
 
-def compile_kernel(spec: Spec) -> Callable[..., Any]:
-    """The kernel of a spec for the architecture that CuTe DSL compiles for now."""
+def compile_kernel(spec: Spec, options: str = "", **how: Any) -> Any:
+    """The kernel of a spec, for the architecture that CuTe DSL compiles for or options name."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel: Any
     arguments: tuple[Any, ...]
@@ -26,5 +25,4 @@ def compile_kernel(spec: Spec) -> Callable[..., Any]:
         kernel, arguments = Sm100Forward(spec), forward_signature(spec)
     else:
         kernel, arguments = Combine(spec), (combine_signature(spec),)
-    compiled: Callable[..., Any] = cute.compile(kernel, *arguments, stream, options=OPTIONS)
-    return compiled
+    return cute.compile(kernel, *arguments, stream, options=f"{OPTIONS} {options}", **how)

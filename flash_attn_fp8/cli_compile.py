@@ -37,7 +37,8 @@ def compile(
     try:
         _compile(preset, arch, out)
     except (FlashAttnFp8Error, OSError) as fault:
-        typer.echo(f"error: {fault}", err=True)
+        what = "a folder cannot be written: " if isinstance(fault, OSError) else ""
+        typer.echo(f"error: {what}{fault}", err=True)
         raise typer.Exit(2) from None
 
 

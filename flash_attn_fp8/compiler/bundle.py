@@ -67,6 +67,9 @@ def _read(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             raise ValueError(f"its format is {manifest['format']}, this version reads {_FORMAT}")
+        missing = {"arch", "machine", "sources", "kernels", "files", "package"} - set(manifest)
+        if missing:
+            raise ValueError(f"it does not say {', '.join(sorted(missing))}")
         return dict(manifest)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArguments(f"{folder} is no bundle of kernels: {error}") from None
@@ -75,16 +78,15 @@ def _read(folder: Path) -> dict[str, Any]:
 def _other_versions(manifest: dict[str, Any]) -> Iterator[str]:
     wanted = {"machine": platform.machine(), "sources": fingerprint()}
     for name, here in wanted.items():
-        if manifest.get(name) != here:
+        if manifest[name] != here:
             yield (
-                f"its {name} {str(manifest.get(name))[:12]} are not this package's {here[:12]}; "
-                f"make it anew with the version that loads it (it was made by flash-attn-fp8 "
-                f"{manifest.get('package')})"
+                f"its {name} {str(manifest[name])[:12]} is not {here[:12]}, as here: make it anew "
+                f"with the version that loads it (it is of flash-attn-fp8 {manifest['package']})"
             )
 
 
 def _changed_files(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
-    for name, expected in manifest.get("files", {}).items():
+    for name, expected in manifest["files"].items():
         file = folder / name
         if not file.is_file():
             yield f"{name} is missing"

@@ -33,12 +33,16 @@ SOFTMAX_REGISTERS = 192
 CORRECTION_REGISTERS = 80
 OTHER_REGISTERS = 48
 
+# Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential
+# unit takes 16 cycles a pair and warp, the FMA pipe 12 (docs/kernel_sm100.md has the balance).
+PAIRS_BY_FMA = 20
+
 # Two score tiles are in flight: one per query tile, or of successive key tiles.
 S_SLOTS = 2
 TOKEN_SCALE_SLOTS = 2  # key tiles whose per-token scales are in shared memory
 
 _MISCELLANY = 10 * 1024  # barriers, row scales, per-token scales, alignment
-_STAGING_ROW = 128  # bytes of an output row that are staged at once
+_STAGING_ROW = 128  # bytes of an output row that are staged at once, at the most
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Geometry:
     @property
     def staging_columns(self) -> int:
         """Output columns that are staged at once."""
-        return gcd(_STAGING_ROW // self.out_element, self.head_dim_v)
+        return gcd(_STAGING_ROW // 4, self.head_dim_v)
 
     @property
     def q_slots(self) -> int:

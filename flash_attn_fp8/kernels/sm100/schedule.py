@@ -179,6 +179,15 @@ class Schedule:
             lo = cutlass.max(lo, token + shift - self.scalars.window_left)
         return lo, hi
 
+    def whole_tiles(self, work, stage):
+        """Key tiles [n_left, n_right) that every row of query tile `stage` sees whole."""
+        first = work.token + stage * self.geometry.tokens
+        _, right = self.visible(first, work)
+        left, _ = self.visible(first + self.geometry.tokens - 1, work)
+        n_right = cutlass.min(cutlass.max(right // TILE, work.n_min), work.n_max)
+        n_left = cutlass.min(cutlass.max(cute.ceil_div(left, TILE), work.n_min), n_right)
+        return n_left, n_right
+
     def query(self, work, stage, row):
         """(token, query head, whether there is an output) of a row of query tile `stage`."""
         g = self.geometry

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import arrive, warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.encode import (
+    SUM_SCALE,
+    SUMMED_WORDS,
+    exp2_by_fma,
+    packed,
+    sum_of_fp8,
+)
+from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
 from flash_attn_fp8.kernels.sm100.scales import (
     LN2,
@@ -49,13 +57,9 @@ def softmax_role(ctx: Context, stage: Int32, tmem):
         token, head, exists = ctx.schedule.query(work, stage, thread)
         row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
         if n > 0:
-            factor = row_factor(ctx, work, token, head)
-            lo, hi = ctx.schedule.visible(token, work)
-            for i in cutlass.range(n, unroll=1):
-                row_max, row_sum, row_sum_quantized = _tile(
-                    ctx, tmem, work, stage, thread, tiles + i, i,
-                    (factor, lo, hi), (row_max, row_sum, row_sum_quantized),
-                )  # fmt: skip
+            row_max, row_sum, row_sum_quantized = _key_tiles(
+                ctx, tmem, work, stage, thread, tiles, row_factor(ctx, work, token, head)
+            )
             tiles += n
         normalizer, lse = _finish(ctx, work, head, row_max, row_sum, row_sum_quantized)
         if n > 0:
@@ -67,12 +71,41 @@ def softmax_role(ctx: Context, stage: Int32, tmem):
 
 
 @cute.jit
-def _tile(ctx, tmem, work, stage, thread, tile, i, row, state):
-    """One key tile of a row: (row_max, row_sum, row_sum_quantized) after it."""
+def _key_tiles(ctx, tmem, work, stage, thread, tiles, factor):
+    """All key tiles of a row, right to left: (row_max, row_sum, row_sum_quantized).
+
+    Those that some row of the query tile sees in part, then those that all rows see whole, whose
+    code has no mask; with a bound on the left, again some that are seen in part.
+    """
+    row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
+    n_left, n_right = ctx.schedule.whole_tiles(work, stage)
+    tile = tiles
+    for part in cutlass.range(2 if const_expr(ctx.traits.bounded_left) else 1, unroll=1):
+        masked, whole = work.n_max - n_right, n_right - n_left
+        if part > 0:
+            masked, whole = n_left - work.n_min, Int32(0)
+        for _ in cutlass.range(masked, unroll=1):
+            row_max, row_sum, row_sum_quantized = _tile(
+                ctx, tmem, work, stage, thread, tile, tile - tiles, factor,
+                (row_max, row_sum, row_sum_quantized), True,
+            )  # fmt: skip
+            tile += 1
+        for _ in cutlass.range(whole, unroll=1):
+            row_max, row_sum, row_sum_quantized = _tile(
+                ctx, tmem, work, stage, thread, tile, tile - tiles, factor,
+                (row_max, row_sum, row_sum_quantized), False,
+            )  # fmt: skip
+            tile += 1
+    return row_max, row_sum, row_sum_quantized
+
+
+@cute.jit
+def _tile(
+    ctx, tmem, work, stage, thread, tile, i, factor, state, masked: cutlass.Constexpr
+):  # fmt: skip
+    """Key tile `i` of a row, number `tile` of the launch: the state after it."""
     g, policy = ctx.geometry, ctx.traits.policy
-    factor, lo, hi = row
     row_max, row_sum, row_sum_quantized = state
-    n_block = work.n_max - 1 - i
     slot, use = slot_and_use(g, tile, stage)
     ctx.barriers.s_full.wait(slot, use)
     address = tmem + g.s_column(slot)
@@ -83,24 +116,25 @@ def _tile(ctx, tmem, work, stage, thread, tile, i, row, state):
         ctx.barriers.token_scales.wait_full(tile)
         scales = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(tile)]
     factor = _to_log2(ctx, s, factor, scales)
-    _mask(ctx, s, work, stage, n_block, lo, hi)
+    if const_expr(masked):
+        _mask(ctx, s, work, stage, thread, work.n_max - 1 - i)
     row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
     finite = select(row_max == _NEG_INF, Float32(0.0), row_max)
     _exponentiate(s, factor, Float32(policy.max_offset) - finite)
-    p, words = _rounded(ctx, s)
+    words = _rounded(ctx, s)
     tensor_memory.store(words, address, g.p_columns, thread)
     cute.arch.fence_view_async_tmem_store()
     warp_arrives(ctx.barriers.p_full, slot)
     if const_expr(ctx.traits.v_scale_in_exponent):
         row_sum = row_sum * rescale + _weighted_sum(s, scales)
-    else:
+    elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
         row_sum = row_sum * rescale + _sum(s)
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
     if const_expr(not ctx.traits.exact_row_sum):
-        row_sum_quantized = row_sum_quantized * rescale + _sum_of_codes(p)
+        row_sum_quantized = row_sum_quantized * rescale + _sum_of_rounded(ctx, words)
     return row_max, row_sum, row_sum_quantized
 
 
@@ -157,59 +191,65 @@ def _capped(ctx, score):
 
 
 @cute.jit
-def _mask(ctx, s, work, stage, n_block, lo, hi):
-    """Keys that the row does not see become -inf. Tiles that all rows see whole are left alone."""
-    g = ctx.geometry
-    first = work.token + stage * g.tokens
-    _, right = ctx.schedule.visible(first, work)
-    left, _ = ctx.schedule.visible(first + g.tokens - 1, work)
-    start = n_block * TILE
-    if (start + TILE > right) | (start < left):
-        from_key, to_key = lo - start, hi - start
-        for i in cutlass.range_constexpr(TILE):
-            s[i] = select((i >= from_key) & (i < to_key), s[i], _NEG_INF)
+def _mask(ctx, s, work, stage, thread, n_block):
+    """Keys that the row does not see become -inf."""
+    token, _, _ = ctx.schedule.query(work, stage, thread)
+    lo, hi = ctx.schedule.visible(token, work)
+    from_key, to_key = lo - n_block * TILE, hi - n_block * TILE
+    for i in cutlass.range_constexpr(TILE):
+        visible = i < to_key
+        if const_expr(ctx.traits.bounded_left):
+            visible = visible & (i >= from_key)
+        s[i] = select(visible, s[i], _NEG_INF)
 
 
 @cute.jit
 def _maximum(s):
+    """NaN if any score is: then the whole row becomes NaN, as it must."""
     chains = [s[i] for i in range(4)]
     for i in cutlass.range_constexpr(4, TILE):
-        chains[i % 4] = cute.arch.fmax(chains[i % 4], s[i])
-    first = cute.arch.fmax(chains[0], chains[1])
-    return cute.arch.fmax(first, cute.arch.fmax(chains[2], chains[3]))
+        chains[i % 4] = cute.arch.fmax(chains[i % 4], s[i], nan=True)
+    first = cute.arch.fmax(chains[0], chains[1], nan=True)
+    return cute.arch.fmax(first, cute.arch.fmax(chains[2], chains[3], nan=True), nan=True)
 
 
 @cute.jit
 def _raise(policy: cutlass.Constexpr, row_max, tile_max):
     """(maximum, factor of what was summed before): raised where it lags by more than allowed."""
-    highest = cute.arch.fmax(row_max, tile_max)
+    highest = cute.arch.fmax(row_max, tile_max, nan=True)
     lag = highest - row_max
-    # -inf - -inf is NaN, which no threshold is smaller than: the maximum stays.
-    raises = lag > policy.rescale_threshold
-    rescale = select(raises, cute.math.exp2(-lag, fastmath=True), Float32(1.0))
-    return select(raises, highest, row_max), rescale
+    keeps = (lag <= policy.rescale_threshold) | (highest == _NEG_INF)
+    rescale = select(keeps, Float32(1.0), cute.math.exp2(-lag, fastmath=True))
+    return select(keeps, row_max, highest), rescale
 
 
 @cute.jit
 def _exponentiate(s, factor, shift):
-    """s becomes 2 ** (s * factor + shift)."""
+    """s becomes 2 ** (s * factor + shift); some of it on the FMA pipe, which would idle."""
     for i in cutlass.range_constexpr(0, TILE, 2):
         a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
-        s[i] = cute.math.exp2(a, fastmath=True)
-        s[i + 1] = cute.math.exp2(b, fastmath=True)
+        if const_expr(_by_fma(i // 2)):
+            s[i], s[i + 1] = exp2_by_fma(a, b)
+        else:
+            s[i] = cute.math.exp2(a, fastmath=True)
+            s[i + 1] = cute.math.exp2(b, fastmath=True)
+
+
+def _by_fma(pair: int) -> bool:
+    """Whether this pair of exponentials is one of PAIRS_BY_FMA, spread evenly."""
+    pairs = TILE // 2
+    return (pair + 1) * PAIRS_BY_FMA // pairs > pair * PAIRS_BY_FMA // pairs
 
 
 @cute.jit
 def _rounded(ctx, s):
-    """P in its format, as numbers and as the 32-bit words that hold them."""
-    words = cute.make_rmem_tensor(cute.make_layout(ctx.geometry.p_columns), Float32)
-    dtype = ctx.p_dtype
-    p = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), cute.make_layout(TILE))
-    at_once = cute.make_layout(32)
-    source, target = cute.logical_divide(s, at_once), cute.logical_divide(p, at_once)
-    for i in cutlass.range_constexpr(TILE // 32):
-        target[None, i].store(source[None, i].load().to(dtype))
-    return p, words
+    """P in its format: the 32-bit words that hold it."""
+    words = cute.make_rmem_tensor(cute.make_layout(ctx.geometry.p_columns), Uint32)
+    per_word = 4 // ctx.geometry.element
+    for i in cutlass.range_constexpr(ctx.geometry.p_columns):
+        values = [s[i * per_word + j] for j in range(per_word)]
+        words[i] = packed(ctx.traits.policy.p_format, values)
+    return words
 
 
 @cute.jit
@@ -223,6 +263,24 @@ def _sum(s):
 
 
 @cute.jit
+def _sum_of_rounded(ctx, words):
+    """The sum of P as it was rounded."""
+    fmt = ctx.traits.policy.p_format
+    if const_expr(ctx.geometry.element == 1):
+        total = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(0, ctx.geometry.p_columns, SUMMED_WORDS):
+            some = sum_of_fp8(fmt, [words[i + j] for j in range(SUMMED_WORDS)])
+            total = cute.arch.add_packed_f32x2(total, some)
+        result = (total[0] + total[1]) * (1 / SUM_SCALE[fmt])
+    else:
+        p = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=ctx.p_dtype), TILE)
+        wide = cute.make_rmem_tensor(cute.make_layout(TILE), Float32)
+        wide.store(p.load().to(Float32))
+        result = _sum(wide)
+    return result
+
+
+@cute.jit
 def _weighted_sum(s, scales):
     """Of P, each divided by its key's V scale."""
     total = Float32(0.0), Float32(0.0)
@@ -232,13 +290,6 @@ def _weighted_sum(s, scales):
             pair = s[column + i], s[column + i + 1]
             total = cute.arch.fma_packed_f32x2(pair, (inverse[i], inverse[i + 1]), total)
     return total[0] + total[1]
-
-
-@cute.jit
-def _sum_of_codes(p):
-    wide = cute.make_rmem_tensor(cute.make_layout(TILE), Float32)
-    wide.store(p.load().to(Float32))
-    return _sum(wide)
 
 
 @cute.jit
@@ -268,8 +319,7 @@ def _finish(ctx, work, head, row_max, row_sum, row_sum_quantized):
         total = total * rescale + in_sink
         row_sum = row_sum * rescale + in_sink
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
-    # A NaN among the scores must come out, not 0.
-    inverse = select(total == total, inverse, total)
+    inverse = select(total == total, inverse, total)  # NaN comes out as NaN
     lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
     return rescale * inverse * output_factor(ctx, work), lse
 

@@ -36,7 +36,8 @@ def store(row, address, columns: int, thread, at_once: int = 32) -> None:
         copy, tile = _copy(op, address + column, at_once, thread)
         target = copy.partition_D(tile)
         shape = copy.partition_S(cute.make_identity_tensor((TILE, at_once))).shape
-        cute.copy(copy, cute.make_tensor(row.iterator + column, cute.make_layout(shape)), target)
+        words = cute.recast_ptr(row.iterator + column, dtype=Float32)
+        cute.copy(copy, cute.make_tensor(words, cute.make_layout(shape)), target)
 
 
 def _copy(op, address, columns: int, thread):

@@ -1,0 +1,95 @@
+"""Instructions that CuTe DSL has no name for: P to and from its formats, and exponentials by FMA."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+# Ties to even, saturating to the largest finite value in fp8: what the tensor core will read.
+_PACK8 = "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{fmt}x2.f32 lo, $2, $1; "
+_PACK8 += "cvt.rn.satfinite.{fmt}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
+_PACK16 = "cvt.rn.{fmt}x2.f32 $0, $2, $1;"
+_PTX_NAMES = {"e4m3": "e4m3", "e5m2": "e5m2", "bf16": "bf16", "fp16": "f16"}
+
+
+@dsl_user_op
+def packed(fmt: str, values, *, loc=None, ip=None) -> Uint32:
+    """A 32-bit word of P: four values in fp8, or two in 16 bits; the first in the lowest bits."""
+    text = (_PACK8 if len(values) == 4 else _PACK16).format(fmt=_PTX_NAMES[fmt])
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in values]
+    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * len(operands), loc, ip))
+
+
+# Sums of fp8 are taken in f16x2, e5m2's at this scale: f16 could not add up its largest values.
+SUM_SCALE = {"e4m3": 1.0, "e5m2": 2.0**-3}
+SUMMED_WORDS = 2  # at once: each addition rounds to f16's 11 bits, so only a few are made
+
+
+@dsl_user_op
+def sum_of_fp8(fmt: str, words, *, loc=None, ip=None):
+    """(sum of the even elements, of the odd ones) of some words of fp8, times SUM_SCALE, in fp32."""
+    name, scale = _PTX_NAMES[fmt], SUM_SCALE[fmt]
+    bits = _f16_bits(scale)
+    lines = [".reg .b16 lo, hi, a, b; .reg .b32 x, sum, scale;"]
+    lines.append(f"mov.b32 scale, 0x{bits:04x}{bits:04x};")
+    add = "add.rn.f16x2 sum, sum, x;" if scale == 1 else "fma.rn.f16x2 sum, x, scale, sum;"
+    first = "mov.b32 sum, x;" if scale == 1 else "mul.rn.f16x2 sum, x, scale;"
+    for i in range(len(words)):
+        lines.append(f"mov.b32 {{lo, hi}}, ${2 + i};")
+        for half in ("lo", "hi"):
+            lines.append(f"cvt.rn.f16x2.{name}x2 x, {half};")
+            lines.append(first if i == 0 and half == "lo" else add)
+    lines.append("mov.b32 {a, b}, sum; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;")
+    operands = [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
+    pair = llvm.StructType.get_literal([T.f32(), T.f32()])
+    constraints = "=f,=f" + ",r" * len(words)
+    result = _asm(pair, operands, "{ " + " ".join(lines) + " }", constraints, loc, ip)
+    return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+def _f16_bits(power_of_two: float) -> int:
+    return (15 + round(math.log2(power_of_two))) << 10
+
+
+def _asm(result, operands, text, constraints, loc, ip):
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+# 2**f on [-1/2, 1/2] by a quartic that is 1 at 0, minimax in relative error: 2.9e-6.
+_COEFFICIENTS = (1.0, 0.69312419, 0.24024099, 0.05590643, 0.00958285)
+_ROUND = 1.5 * 2.0**23  # added to a small number, leaves the nearest integer in its low bits
+_LOWEST = -127.0  # 2**x becomes 0 there, exactly: its exponent field is 0
+
+
+def exp2_by_fma(a: Float32, b: Float32):
+    """2**a and 2**b on the FMA pipe, for arguments up to 126; 0 below -126.5; no NaN."""
+    low = Float32(_LOWEST)
+    a, b = cute.arch.fmax(a, low), cute.arch.fmax(b, low)
+    magic, negative = Float32(_ROUND), Float32(-_ROUND)
+    shifted = cute.arch.add_packed_f32x2((a, b), (magic, magic))
+    whole = cute.arch.add_packed_f32x2(shifted, (negative, negative))
+    fraction = cute.arch.sub_packed_f32x2((a, b), whole)
+    power = Float32(_COEFFICIENTS[-1]), Float32(_COEFFICIENTS[-1])
+    for c in reversed(_COEFFICIENTS[:-1]):
+        power = cute.arch.fma_packed_f32x2(power, fraction, (Float32(c), Float32(c)))
+    return tuple(_scaled(p, s) for p, s in zip(power, shifted, strict=True))
+
+
+def _scaled(power: Float32, shifted: Float32) -> Float32:
+    """power * 2**n, where n is the integer in the low bits of `shifted`."""
+    bits = (shifted.bitcast(Int32) << 23) + power.bitcast(Int32)
+    return bits.bitcast(Float32)

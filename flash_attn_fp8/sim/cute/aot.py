@@ -28,7 +28,7 @@ from .dsl import calling, exporting, ffi_tensor
 from .runtime import RUNTIME, Image, StandInError
 from .splice import RUNTIME_SYMBOL
 
-__all__ = ["Image", "exporting", "link", "load"]
+__all__ = ["Image", "connect", "exporting", "link", "load"]
 
 _NAMES, _TABLE = "flash_attn_fp8_sim_names", "flash_attn_fp8_sim_table"
 _SYMBOL = struct.Struct("<IBBHQQ")  # of ELF: name, info, other, section, value, size
@@ -97,18 +97,8 @@ def load(
     runtime library, which has what of the host code's calls is not CUDA's; `names` are those of the
     function's parameters, for findings to speak of.
     """
-    import tvm_ffi
-
-    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    module = tvm_ffi.load_module(str(library))
-    handle = ctypes.CDLL(str(library))  # the same one, since a library is loaded once
-    symbols = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(handle, _NAMES))).value or b""
-    wanted = symbols.decode().split()
-    table = (ctypes.c_void_p * (len(wanted) + 1)).in_dll(handle, _TABLE)
-    for number, name in enumerate(wanted):
-        table[number] = RUNTIME.address_of(name)
+    compiled = connect(library, function, runtime, RUNTIME.address_of)
     RUNTIME.add_image(image)
-    compiled = module[function]
 
     def call(*arguments: Any) -> None:
         session = RUNTIME.session
@@ -119,3 +109,21 @@ def load(
             compiled(*presented)
 
     return call
+
+
+def connect(
+    library: Path, function: str, runtime: Path, address_of: Callable[[str], int | None]
+) -> Callable[..., Any]:
+    """The function of a library, whose calls into the CUDA runtime go where `address_of` says."""
+    import tvm_ffi
+
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    module = tvm_ffi.load_module(str(library))
+    handle = ctypes.CDLL(str(library))  # the same one, since a library is loaded once
+    symbols = ctypes.c_char_p(ctypes.addressof(ctypes.c_char.in_dll(handle, _NAMES))).value or b""
+    wanted = symbols.decode().split()
+    table = (ctypes.c_void_p * (len(wanted) + 1)).in_dll(handle, _TABLE)
+    for number, name in enumerate(wanted):
+        table[number] = address_of(name)
+    compiled: Callable[..., Any] = module[function]
+    return compiled

@@ -167,12 +167,29 @@ def _spec(
     traits = problem.traits
     # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
     policy = traits.policy.replace(promote_every=None)
+    group = traits.q_heads_per_kv_head if pack_gqa else 1
     return Sm100Spec(
         replace(traits, policy=policy),
-        group=traits.q_heads_per_kv_head if pack_gqa else 1,
+        group=group,
         page_size=problem.sizes.page_size,
         split=split.keys is not None or split.num_splits > 1,
+        pair=_pays_to_pair(problem, group),
     )
+
+
+def _pays_to_pair(problem: Problem, group: int) -> bool:
+    """Whether two SM100 CTAs share K and V: the one choice of a kernel that sizes take part in.
+
+    With head dim 128 and both operands of Q Kᵀ in shared memory, one CTA reads that at its limit of
+    128 bytes a clock; a pair reads a third less (benchmarks/results/static_sm100.md). Where rows
+    have bounds, the wider unit of work would see more tiles that are masked in part; what cleans
+    the tails of sequences is not made for pairs.
+    """
+    traits = problem.traits
+    bounded = traits.bounded_left or traits.bounded_right
+    plain_keys = traits.kv_layout == "dense" and not traits.seqused_k
+    rows = problem.sizes.seqlen_q * group
+    return traits.head_dim_v == 128 and plain_keys and not bounded and rows > 2 * TILE_M
 
 
 def _tiled(problem: Problem, target: Target) -> TiledSpec:

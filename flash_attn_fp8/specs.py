@@ -17,15 +17,17 @@ TILE = 128  # query rows of a tile, and keys of a tile
 class Sm100Spec:
     """The SM100 forward kernel.
 
-    `group` query heads share the rows of a tile (`pack_gqa`; 1: not packed). `page_size` of a paged
-    cache. With `split` the kernel writes fp32 partial results, one per part of the keys, which
-    `CombineSpec`'s kernel merges.
+    `group` query heads share the rows of a tile (`pack_gqa`; 1: not packed). `page_size` of a
+    paged cache. With `split` the kernel writes fp32 partial results, one per part of the keys,
+    which `CombineSpec`'s kernel merges. With `pair` two CTAs work together: each has its own query
+    tiles and half of every K and V tile, so that each reads less.
     """
 
     traits: Traits
     group: int = 1
     page_size: int | None = None
     split: bool = False
+    pair: bool = False
 
     @property
     def out_format(self) -> str:

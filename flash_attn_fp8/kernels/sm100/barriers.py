@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
 from flash_attn_fp8.kernels.sm100.geometry import (
@@ -109,7 +109,7 @@ class Barriers:
             q=Ring.of(smem, geometry.q_slots),
             kv=Ring.of(smem, geometry.kv_slots),
             s_full=Signal.of(smem, S_SLOTS, 1),
-            p_full=Signal.of(smem, S_SLOTS, SOFTMAX_WARPS + CORRECTION_WARPS),
+            p_full=Signal.of(smem, S_SLOTS, geometry.ctas * (SOFTMAX_WARPS + CORRECTION_WARPS)),
             o_full=Signal.of(smem, stages, 1),
             scale_full=Signal.of(smem, stages, SOFTMAX_WARPS),
             scale_empty=Signal.of(smem, stages, CORRECTION_WARPS),
@@ -138,7 +138,21 @@ def arrive(barrier):
 
 
 @cute.jit
-def commit(barrier):
-    """Arrive at `barrier` when the tensor core has finished everything issued before."""
+def warp_arrives_at_leader(geometry: cutlass.Constexpr, signal: cutlass.Constexpr, slot: Int32):
+    """The same at the barrier of the CTA whose MMA warp issues."""
+    cute.arch.sync_warp()
     with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+        if const_expr(geometry.ctas == 1):
+            cute.arch.mbarrier_arrive(signal.at(slot))
+        else:
+            cute.arch.mbarrier_arrive(signal.at(slot), 0)
+
+
+@cute.jit
+def commit(geometry: cutlass.Constexpr, barrier):
+    """Arrive at `barrier`, in all CTAs, when the tensor core has done everything issued before."""
+    with cute.arch.elect_one():
+        if const_expr(geometry.ctas == 1):
+            tcgen05.commit(barrier)
+        else:
+            tcgen05.commit(barrier, 0b11, tcgen05.CtaGroup.TWO)

@@ -12,14 +12,14 @@ from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
+from flash_attn_fp8.kernels.sm100.barriers import warp_arrives, warp_arrives_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
 from flash_attn_fp8.kernels.sm100.schedule import part_of
 from flash_attn_fp8.specs import TILE
 
-_COLUMNS = 32  # of O that are rescaled at once
+_COLUMNS = 16  # of O that are rescaled at once
 _VECTOR = 16  # bytes of a global store
 
 
@@ -36,7 +36,9 @@ def correction_role(ctx: Context, tmem):
         if n > 0:
             for stage in cutlass.range_constexpr(g.q_stage):
                 # The output before has been read: P V may start anew.
-                warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tiles, stage)[0]))
+                warp_arrives_at_leader(
+                    ctx.geometry, ctx.barriers.p_full, Int32(slot_and_use(g, tiles, stage)[0])
+                )
             for i in cutlass.range(1, n, unroll=1):
                 for stage in cutlass.range_constexpr(g.q_stage):
                     _correct(ctx, tmem, thread, stage, tiles + i)
@@ -67,12 +69,14 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
     if cute.arch.vote_any_sync(factor != 1.0):
         address = tmem + g.o_column(stage)
         for column in cutlass.range_constexpr(0, g.head_dim_v, _COLUMNS):
-            o = tensor_memory.load(address + column, _COLUMNS, thread)
+            o = tensor_memory.load(address + column, _COLUMNS, thread, _COLUMNS)
             cute.arch.fence_view_async_tmem_load()
             _scale(o, factor)
-            tensor_memory.store(o, address + column, _COLUMNS, thread)
+            tensor_memory.store(o, address + column, _COLUMNS, thread, _COLUMNS)
         cute.arch.fence_view_async_tmem_store()
-    warp_arrives(ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0]))
+    warp_arrives_at_leader(
+        ctx.geometry, ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0])
+    )
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""Instructions that CuTe DSL has no name for: P to and from its formats, and exponentials by FMA."""
+"""What CuTe DSL has no name for: P to and from its formats, and exponentials by FMA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUMMED_WORDS = 2  # at once: each addition rounds to f16's 11 bits, so only a fe
 
 @dsl_user_op
 def sum_of_fp8(fmt: str, words, *, loc=None, ip=None):
-    """(sum of the even elements, of the odd ones) of some words of fp8, times SUM_SCALE, in fp32."""
+    """(sum of the even elements, of the odd ones) of some words of fp8, fp32, times SUM_SCALE."""
     name, scale = _PTX_NAMES[fmt], SUM_SCALE[fmt]
     bits = _f16_bits(scale)
     lines = [".reg .b16 lo, hi, a, b; .reg .b32 x, sum, scale;"]
@@ -49,6 +49,22 @@ def sum_of_fp8(fmt: str, words, *, loc=None, ip=None):
     constraints = "=f,=f" + ",r" * len(words)
     result = _asm(pair, operands, "{ " + " ".join(lines) + " }", constraints, loc, ip)
     return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(2))
+
+
+@dsl_user_op
+def sum_of_16bit(fmt: str, words, *, loc=None, ip=None):
+    """(sum of the even elements, of the odd ones) of some words of bf16 or fp16, in fp32."""
+    name = _PTX_NAMES[fmt]
+    text = (
+        f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $2; cvt.f32.{name} $0, a; cvt.f32.{name} $1, b; }}"
+    )
+    pair = llvm.StructType.get_literal([T.f32(), T.f32()])
+    total = Float32(0.0), Float32(0.0)
+    for word in words:
+        result = _asm(pair, [Uint32(word).ir_value(loc=loc, ip=ip)], text, "=f,=f,r", loc, ip)
+        halves = [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in (0, 1)]
+        total = cute.arch.add_packed_f32x2(total, tuple(halves))
+    return total
 
 
 def _f16_bits(power_of_two: float) -> int:

@@ -18,13 +18,11 @@ from flash_attn_fp8.kernels.sm100.context import Buffers, Context
 from flash_attn_fp8.kernels.sm100.correction import correction_role
 from flash_attn_fp8.kernels.sm100.fill import fill_role
 from flash_attn_fp8.kernels.sm100.geometry import (
-    CORRECTION_REGISTERS,
     CORRECTION_WARP,
+    CORRECTION_WARPS,
     LOAD_WARP,
     MMA_WARP,
-    OTHER_REGISTERS,
     SCALE_WARP,
-    SOFTMAX_REGISTERS,
     SOFTMAX_WARPS,
     TAIL_WARP,
     THREADS,
@@ -43,7 +41,6 @@ from flash_attn_fp8.kernels.sm100.token_scales import KINDS, token_scale_role
 from flash_attn_fp8.specs import TILE, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
-_TMEM_USERS = WARP * (MMA_WARP + 1)  # softmax, correction and MMA warps
 
 
 class Sm100Forward:
@@ -65,25 +62,33 @@ class Sm100Forward:
         k = boxes.k.atom(_rows_first(tensors.k))
         v = boxes.v.atom(_rows_first(tensors.v))
         schedule = Schedule.of(g, tensors, scalars)
-        grid = cutlass.min(scalars.num_ctas, schedule.total)
+        grid = cutlass.max(cutlass.min(scalars.num_ctas // g.ctas, schedule.total), 1) * g.ctas
         self.kernel.set_name_prefix("flash_attn_fp8_sm100_forward")
         self.kernel(
             tensors, scalars, q[0], q[1], k[0], k[1], v[0], v[1], products.qk, products.pv
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(grid, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(g.ctas, 1, 1) if const_expr(self.spec.pair) else None,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     def _products(self) -> Products:
         g, d = self.geometry, self.q_dtype
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        one = tcgen05.CtaGroup.ONE
-        qk = blackwell.make_trivial_tiled_mma(d, d, k_major, k_major, Float32, one, (TILE, TILE))
+        rows, group = TILE * g.ctas, self._cta_group
+        qk = blackwell.make_trivial_tiled_mma(d, d, k_major, k_major, Float32, group, (rows, TILE))
         pv = blackwell.make_trivial_tiled_mma(
-            d, d, k_major, mn_major, Float32, one, (TILE, g.head_dim_v), tcgen05.OperandSource.TMEM
+            *(d, d, k_major, mn_major, Float32, group, (rows, g.head_dim_v)),
+            tcgen05.OperandSource.TMEM,
         )
         return self._with_layouts(qk, pv)
 
     def _with_layouts(self, qk, pv) -> Products:
         g, d = self.geometry, self.q_dtype
-        of_qk, of_pv = (TILE, TILE, g.head_dim), (TILE, g.head_dim_v, TILE)
+        rows = TILE * g.ctas
+        of_qk, of_pv = (rows, TILE, g.head_dim), (rows, g.head_dim_v, TILE)
         slot = g.kv_bytes // g.element
         return Products(
             qk,
@@ -94,14 +99,22 @@ class Sm100Forward:
             v_layout=_strided(blackwell.make_smem_layout_b(pv, of_pv, d, g.kv_slots), slot),
         )
 
+    @property
+    def _cta_group(self):
+        return tcgen05.CtaGroup.TWO if self.spec.pair else tcgen05.CtaGroup.ONE
+
     def _boxes(self, products: Products) -> Loads:
+        """Boxes of q, k and v: whose `width` columns and `rows` of a tile a CTA holds."""
         g = self.geometry
-        chunk, chunk_v = g.chunk(g.head_dim), g.chunk(g.head_dim_v)
-        chunks, chunks_v = g.head_dim // chunk, g.head_dim_v // chunk_v
+
+        def box(width: int, rows: tuple[int, ...], tile_rows: int, layout) -> Box:
+            chunk = g.chunk(width)
+            return Box(chunk, width // chunk, rows, tile_rows, layout.inner, self._cta_group)
+
         return Loads(
-            q=Box(chunk, chunks, (self.spec.group, g.tokens), products.q_layout.inner),
-            k=Box(chunk, chunks, (g.key_rows,), products.k_layout.inner),
-            v=Box(chunk_v, chunks_v, (g.key_rows,), products.v_layout.inner),
+            q=box(g.head_dim, (self.spec.group, g.tokens), TILE, products.q_layout),
+            k=box(g.head_dim, (g.key_rows(g.k_rows),), g.k_rows, products.k_layout),
+            v=box(g.v_columns, (g.key_rows(TILE),), TILE, products.v_layout),
         )
 
     @cute.kernel
@@ -124,34 +137,36 @@ class Sm100Forward:
         ctx = self._context(tensors, scalars)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self._set_up(ctx, warp, (q_atom, k_atom, v_atom))
+        registers = self.geometry.registers
 
         if warp == LOAD_WARP:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.others)
             load_role(ctx, Loads((q_atom, q, boxes.q), (k_atom, k, boxes.k), (v_atom, v, boxes.v)))
 
         elif warp == MMA_WARP:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
-            cute.arch.alloc_tmem(TMEM_COLUMNS, ctx.buffers.tmem_address)
+            cute.arch.setmaxregister_decrease(registers.others)
+            cute.arch.alloc_tmem(TMEM_COLUMNS, ctx.buffers.tmem_address, self.spec.pair)
             tmem = _tensor_memory(ctx)
-            mma_role(ctx, products, fragments(ctx, products, tmem))
-            cute.arch.relinquish_tmem_alloc_permit()
-            _meet()
-            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
+            cute.arch.relinquish_tmem_alloc_permit(self.spec.pair)
+            if ctx.schedule.rank == 0:  # the leader issues for both CTAs
+                mma_role(ctx, products, fragments(ctx, products, tmem))
+            _meet(ctx)
 
         elif warp >= CORRECTION_WARP and warp < MMA_WARP:
-            cute.arch.setmaxregister_decrease(CORRECTION_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.correction)
             correction_role(ctx, _tensor_memory(ctx))
-            _meet()
+            _meet(ctx)
+
+        elif warp < SOFTMAX_WARPS * self.geometry.q_stage:
+            cute.arch.setmaxregister_increase(registers.softmax)
+            softmax_role(ctx, warp // SOFTMAX_WARPS, _tensor_memory(ctx))
+            _meet(ctx)
 
         elif warp < CORRECTION_WARP:
-            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            tmem = _tensor_memory(ctx)
-            if warp < SOFTMAX_WARPS * self.geometry.q_stage:
-                softmax_role(ctx, warp // SOFTMAX_WARPS, tmem)
-            _meet()
+            cute.arch.setmaxregister_decrease(registers.idle)
 
         else:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(registers.others)
             if const_expr(self.geometry.cleans_tail):
                 if warp == TAIL_WARP:
                     tail_role(ctx)
@@ -160,6 +175,8 @@ class Sm100Forward:
                     fill_role(ctx)
                 if const_expr(self.geometry.scales_per_token):
                     token_scale_role(ctx)
+
+        self._tear_down(ctx, warp)
 
     def _context(self, tensors: Tensors, scalars: Scalars) -> Context:
         g = self.geometry
@@ -183,11 +200,11 @@ class Sm100Forward:
             out_dtype=self.out_dtype,
             tensors=tensors,
             scalars=scalars,
-            schedule=Schedule.of(g, tensors, scalars),
+            schedule=Schedule.of(g, tensors, scalars, cute.arch.block_idx()[0] % g.ctas),
             buffers=buffers,
             barriers=barriers,
-            first=cute.arch.block_idx()[0],
-            stride=cute.arch.grid_dim()[0],
+            first=cute.arch.block_idx()[0] // g.ctas,
+            stride=cute.arch.grid_dim()[0] // g.ctas,
         )
 
     @cute.jit
@@ -201,7 +218,21 @@ class Sm100Forward:
             cute.arch.mbarrier_init_fence()
         if const_expr(self.geometry.rows < TILE):
             self._zero_unused_rows(ctx)
-        cute.arch.sync_threads()
+        if const_expr(self.spec.pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def _tear_down(self, ctx, warp):
+        """Tensor memory is freed when nobody uses it, in either CTA of a pair."""
+        if const_expr(self.spec.pair):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        if warp == MMA_WARP:
+            address = cute.arch.retrieve_tmem_ptr(Float32, 16, ctx.buffers.tmem_address)
+            cute.arch.dealloc_tmem(address, TMEM_COLUMNS, self.spec.pair)
 
     @cute.jit
     def _zero_unused_rows(self, ctx):
@@ -222,12 +253,14 @@ class Sm100Forward:
 
 def _tensor_memory(ctx):
     """The address of the CTA's tensor memory, once it is allocated."""
-    _meet()
+    _meet(ctx)
     return cute.arch.retrieve_tmem_ptr(Float32, 16, ctx.buffers.tmem_address)
 
 
-def _meet() -> None:
-    cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=_TMEM_USERS)
+def _meet(ctx) -> None:
+    """Softmax, correction and MMA warps."""
+    users = SOFTMAX_WARPS * ctx.geometry.q_stage + CORRECTION_WARPS + 1
+    cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=WARP * users)
 
 
 def _queries(q, group: int):

@@ -14,7 +14,6 @@ from flash_attn_fp8.specs import TILE, Sm100Spec
 # CUDA programming guide, technical specifications of compute capability 10.0.
 SHARED_MEMORY = 227 * 1024
 TMEM_COLUMNS = 512
-REGISTERS = 64 * 1024
 
 WARP = 32
 THREADS = 16 * WARP
@@ -28,10 +27,6 @@ LOAD_WARP = 13
 TAIL_WARP = 14
 SCALE_WARP = 15
 
-# Registers a thread: 128 x (2 x softmax + correction + others) fits the register file.
-SOFTMAX_REGISTERS = 192
-CORRECTION_REGISTERS = 80
-OTHER_REGISTERS = 48
 
 # Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential
 # unit takes 16 cycles a pair and warp, the FMA pipe 12 (docs/kernel_sm100.md has the balance).
@@ -43,6 +38,20 @@ TOKEN_SCALE_SLOTS = 2  # key tiles whose per-token scales are in shared memory
 
 _MISCELLANY = 10 * 1024  # barriers, row scales, per-token scales, alignment
 _STAGING_ROW = 128  # bytes of an output row that are staged at once, at the most
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Registers a thread of each warpgroup, of 128 at launch: the four add up to 512 at most."""
+
+    softmax: int
+    correction: int
+    others: int
+    idle: int  # a second softmax warpgroup without a query tile
+
+
+_TWO_TILES = Registers(softmax=192, correction=80, others=48, idle=24)
+_ONE_TILE = Registers(softmax=192, correction=128, others=128, idle=24)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,10 @@ class Geometry:
         return 2 if S_SLOTS * TILE + 2 * self.head_dim_v <= TMEM_COLUMNS else 1
 
     @property
+    def registers(self) -> Registers:
+        return _TWO_TILES if self.q_stage == 2 else _ONE_TILE
+
+    @property
     def lookahead(self) -> int:
         """Key tiles whose scores are asked for before the first P·V."""
         return S_SLOTS // self.q_stage
@@ -91,10 +104,24 @@ class Geometry:
         return width // self.element
 
     @property
-    def key_rows(self) -> int:
-        """Keys of one TMA box: a tile, or a page where pages are smaller."""
+    def ctas(self) -> int:
+        """CTAs that work together."""
+        return 2 if self.spec.pair else 1
+
+    @property
+    def k_rows(self) -> int:
+        """Keys of a K tile that a CTA holds."""
+        return TILE // self.ctas
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of a V tile that a CTA holds."""
+        return self.head_dim_v // self.ctas
+
+    def key_rows(self, tile: int) -> int:
+        """Keys of one TMA box of a tile of so many: all, or a page where pages are smaller."""
         page_size = self.spec.page_size
-        return TILE if page_size is None else min(TILE, page_size)
+        return tile if page_size is None else min(tile, page_size)
 
     @property
     def q_bytes(self) -> int:
@@ -102,7 +129,8 @@ class Geometry:
 
     @property
     def kv_bytes(self) -> int:
-        return TILE * max(self.head_dim, self.head_dim_v) * self.element
+        """Of a tile of K or V, or of a CTA's half of it."""
+        return max(self.k_rows * self.head_dim, TILE * self.v_columns) * self.element
 
     @property
     def staging_bytes(self) -> int:
@@ -130,8 +158,8 @@ class Geometry:
 
     @property
     def kv_slots(self) -> int:
-        """Tiles of K or V in shared memory."""
-        return min(self._left_for_kv(self.q_slots * self.q_bytes) // self.kv_bytes, 8)
+        """Tiles of K or V, or halves of them, in shared memory."""
+        return min(self._left_for_kv(self.q_slots * self.q_bytes) // self.kv_bytes, 8 * self.ctas)
 
     def _left_for_kv(self, q: int) -> int:
         return SHARED_MEMORY - _MISCELLANY - self.staging_bytes - q

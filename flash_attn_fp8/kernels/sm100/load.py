@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.specs import TILE
@@ -18,14 +18,16 @@ from flash_attn_fp8.specs import TILE
 class Box:
     """TMA boxes of one operand: `chunk` elements of consecutive rows, whose extents are `rows`.
 
-    In shared memory a tile is a row of columns of chunks, each of `TILE` swizzled rows, so that
-    boxes of any number of rows stack up to the tile that the tensor core reads.
+    In shared memory a tile is a row of columns of chunks, each of `tile_rows` swizzled rows, so
+    that boxes of any number of rows stack up to the tile that the tensor core reads.
     """
 
     chunk: int
     chunks: int
     rows: tuple[int, ...]
+    tile_rows: int
     swizzle: cute.Swizzle
+    group: tcgen05.CtaGroup
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,20 +43,21 @@ class Box:
     def atom(self, tensor):
         """On the host: the TMA atom and tensor of a global tensor whose first mode is the row's."""
         shared = cute.make_composed_layout(self.swizzle, 0, self.layout)
-        op = cpasync.CopyBulkTensorTileG2SOp()
+        op = cpasync.CopyBulkTensorTileG2SOp(self.group)
         return cpasync.make_tiled_tma_atom(op, tensor, shared, self.shape)
 
-    def load(self, atom, tensor, where, tile, row, barrier) -> None:
+    def load(self, atom, tensor, where, tile, row, barrier, first_chunk=0) -> None:
         """A box to row `row` of the shared tile at `tile`.
 
         `where`: for each mode of `tensor` after the first, the box's number or the coordinate.
+        Of the rows, the chunks from `first_chunk` on.
         """
         rank = len(self.shape)
         for chunk in range(self.chunks):
-            start = tile + (chunk * TILE + row) * self.chunk
+            start = tile + (chunk * self.tile_rows + row) * self.chunk
             shared = cute.make_tensor(cute.recast_ptr(start, self.swizzle), self.layout)
             boxes = tensor[(*(None,) * rank, *where[rank - 1 :])]
-            box = cute.local_tile(boxes, self.shape, (chunk, *where[: rank - 1]))
+            box = cute.local_tile(boxes, self.shape, (first_chunk + chunk, *where[: rank - 1]))
             shared, box = cpasync.tma_partition(
                 atom,
                 0,
@@ -101,8 +104,8 @@ def _queries(ctx: Context, loads: Loads, work, units: Int32):
     for stage in cutlass.range_constexpr(g.q_stage):
         use = units * g.q_stage + stage
         ring.wait_empty(use)
-        _expect(ring.full(use), g.rows * g.head_dim * g.element)
-        block = work.token // g.tokens + stage
+        _expect(ctx, ring.full(use), g.rows * g.head_dim)
+        block = work.token // g.tokens + ctx.schedule.row_tile(stage)
         tile = ctx.buffers.q + ring.slot(use) * (TILE * g.head_dim)
         box.load(atom, tensor, (0, block, *rest), tile, 0, ring.full(use))
 
@@ -114,32 +117,38 @@ def _keys_and_values(ctx: Context, loads: Loads, work, tiles: Int32):
     n = work.n_max - work.n_min
     for ahead in cutlass.range_constexpr(g.lookahead):
         if ahead < n:
-            _tile(ctx, loads.k, work, work.n_max - 1 - ahead, use, g.head_dim)
+            _tile(ctx, loads.k, work, work.n_max - 1 - ahead, use, True)
             use += 1
     for i in cutlass.range(n, unroll=1):
-        _tile(ctx, loads.v, work, work.n_max - 1 - i, use, g.head_dim_v)
+        _tile(ctx, loads.v, work, work.n_max - 1 - i, use, False)
         use += 1
         if i + g.lookahead < n:
-            _tile(ctx, loads.k, work, work.n_max - 1 - i - g.lookahead, use, g.head_dim)
+            _tile(ctx, loads.k, work, work.n_max - 1 - i - g.lookahead, use, True)
             use += 1
 
 
 @cute.jit
 def _tile(
-    ctx: Context, load: cutlass.Constexpr, work, n: Int32, use: Int32, width: cutlass.Constexpr
+    ctx: Context, load: cutlass.Constexpr, work, n: Int32, use: Int32, is_k: cutlass.Constexpr
 ):
-    """Key tile `n` of K or V into the slot of use number `use`."""
+    """Key tile `n` of K or V, or this CTA's half of it, into the slot of use number `use`.
+
+    Of a pair of CTAs, each has half the rows of K and half the columns of V.
+    """
     g, ring = ctx.geometry, ctx.barriers.kv
     atom, tensor, box = load
     head = ctx.schedule.kv_head(work.head)
     tile = ctx.buffers.kv + ring.slot(use) * (g.kv_bytes // g.element)
     ring.wait_empty(use)
-    _expect(ring.full(use), TILE * width * g.element)
+    _expect(ctx, ring.full(use), g.k_rows * g.head_dim if is_k else TILE * g.v_columns)
+    part = n * g.ctas + ctx.schedule.rank if const_expr(is_k) else n
+    first_chunk = 0 if const_expr(is_k) else ctx.schedule.rank * box.chunks
     if const_expr(ctx.traits.kv_layout == "dense"):
-        box.load(atom, tensor, (n, head, work.batch), tile, 0, ring.full(use))
+        where = part, head, work.batch
+        box.load(atom, tensor, where, tile, 0, ring.full(use), first_chunk)
     elif const_expr(ctx.traits.kv_layout == "varlen"):
         tensor = cute.domain_offset((0, work.offset_k, 0), tensor)
-        box.load(atom, tensor, (n, head), tile, 0, ring.full(use))
+        box.load(atom, tensor, (part, head), tile, 0, ring.full(use), first_chunk)
     else:
         _pages(ctx, load, work, n, head, tile, ring.full(use))
 
@@ -150,16 +159,19 @@ def _pages(ctx: Context, load: cutlass.Constexpr, work, n: Int32, head: Int32, t
     g, table = ctx.geometry, ctx.tensors.page_table
     atom, tensor, box = load
     page_size = g.spec.page_size
-    for row in cutlass.range_constexpr(0, TILE, g.key_rows):
+    for row in cutlass.range_constexpr(0, TILE, box.rows[0]):
         key = n * TILE + row
         page = Int32(ctx.tensors.k.shape[0])  # out of bounds: TMA fills with zeros
         if key < work.seqlen_k:
             page = table[work.batch, key // page_size]
-        part = (key % page_size) // g.key_rows
+        part = (key % page_size) // box.rows[0]
         box.load(atom, tensor, (part, head, page), tile, row, barrier)
 
 
 @cute.jit
-def _expect(barrier, size: cutlass.Constexpr):
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+def _expect(ctx: Context, barrier, elements: cutlass.Constexpr):
+    """Announce a transfer of so many elements to each CTA; all count on the leader's barrier."""
+    if ctx.schedule.rank == 0:
+        with cute.arch.elect_one():
+            size = elements * ctx.geometry.element * ctx.geometry.ctas
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)

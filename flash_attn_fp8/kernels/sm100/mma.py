@@ -46,13 +46,13 @@ class Fragments(NamedTuple):
 def fragments(ctx: Context, products: Products, tmem) -> Fragments:
     """Descriptors of the buffers, for the products."""
     g = ctx.geometry
-    qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)
+    qk, pv = (mma.get_slice(ctx.schedule.rank) for mma in (products.qk, products.pv))
 
     def shared(pointer, layout):
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
 
-    s = qk.make_fragment_C(qk.partition_shape_C((TILE, TILE)))
-    o = pv.make_fragment_C(pv.partition_shape_C((TILE, g.head_dim_v)))
+    s = qk.make_fragment_C(qk.partition_shape_C((TILE * g.ctas, TILE)))
+    o = pv.make_fragment_C(pv.partition_shape_C((TILE * g.ctas, g.head_dim_v)))
     p = pv.make_fragment_A(cute.make_tensor(tmem, products.p_layout.outer))
     return Fragments(
         q=products.qk.make_fragment_A(shared(ctx.buffers.q, products.q_layout)),
@@ -91,7 +91,7 @@ def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, ti
             kv.wait_full(use)
             for stage in cutlass.range_constexpr(g.q_stage):
                 _scores(ctx, products, f, units, tiles + ahead, stage, use)
-            commit(kv.empty(use))
+            commit(g, kv.empty(use))
             use += 1
     for i in cutlass.range(n, unroll=1):
         v_use, tile = use, tiles + i
@@ -105,16 +105,16 @@ def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, ti
             kv.wait_full(v_use + 1)
         for stage in cutlass.range_constexpr(g.q_stage):
             _output(ctx, products, f, tile, stage, v_use, i > 0)
-            commit(ctx.barriers.o_full.at(stage))
+            commit(g, ctx.barriers.o_full.at(stage))
             if more:
                 _scores(ctx, products, f, units, tile + g.lookahead, stage, v_use + 1)
-        commit(kv.empty(v_use))
+        commit(g, kv.empty(v_use))
         use += 1
         if more:
-            commit(kv.empty(v_use + 1))
+            commit(g, kv.empty(v_use + 1))
             use += 1
     for stage in cutlass.range_constexpr(g.q_stage):
-        commit(ctx.barriers.q.empty(units * g.q_stage + stage))
+        commit(g, ctx.barriers.q.empty(units * g.q_stage + stage))
 
 
 def slot_and_use(geometry, tile, stage):
@@ -132,7 +132,7 @@ def _scores(ctx, products, f, units, tile, stage: cutlass.Constexpr, k_use):
     k = f.k[None, None, None, ctx.barriers.kv.slot(k_use)]
     s = cute.make_tensor(f.s.iterator + g.s_column(slot), f.s.layout)
     _gemm(products.qk, s, q, k, False)
-    commit(ctx.barriers.s_full.at(slot))
+    commit(g, ctx.barriers.s_full.at(slot))
 
 
 @cute.jit

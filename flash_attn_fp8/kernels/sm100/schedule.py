@@ -21,9 +21,10 @@ from flash_attn_fp8.specs import TILE
 
 
 class Work(NamedTuple):
-    """One CTA's unit of work. `head` is a KV head where heads are packed, else a query head.
+    """A CTA's unit of work, or a pair's.
 
-    Rows [token, token + q_stage * tokens) of the sequence against key tiles [n_min, n_max); none
+    `head` is a KV head where heads are packed, else a query head.
+    Rows [token, token + schedule.tokens) of the sequence against key tiles [n_min, n_max); none
     where the two are equal. `offset_q`, `offset_k` locate packed sequences; `extent_q` rows of the
     output belong to the sequence, of which those from seqlen_q on are not in use.
     """
@@ -46,6 +47,7 @@ class Schedule:
     """The tiles of a launch in their order: neighbours share K/V, and long ones come first.
 
     A lane is a (head, sequence, split); it has `m_blocks` units of work, of which `total` exist.
+    `rank`: which CTA of a pair this is; both work on the same units.
     """
 
     geometry: Geometry
@@ -55,15 +57,17 @@ class Schedule:
     m_blocks: Int32
     lanes: Int32
     total: Int32
+    rank: Int32
 
     @classmethod
-    def of(cls, geometry: Geometry, tensors: Tensors, scalars: Scalars) -> Schedule:
+    def of(cls, geometry: Geometry, tensors: Tensors, scalars: Scalars, rank=0) -> Schedule:
         dense = geometry.spec.traits.q_layout == "dense"
         heads = tensors.q.shape[2 if dense else 1] // geometry.spec.group
         batch = tensors.q.shape[0] if dense else tensors.cu_seqlens_q.shape[0] - 1
-        m_blocks = cute.ceil_div(scalars.max_seqlen_q, geometry.q_stage * geometry.tokens)
+        tokens = geometry.q_stage * geometry.ctas * geometry.tokens
+        m_blocks = cute.ceil_div(scalars.max_seqlen_q, tokens)
         lanes = heads * batch * scalars.num_splits
-        return cls(geometry, tensors, scalars, heads, m_blocks, lanes, m_blocks * lanes)
+        return cls(geometry, tensors, scalars, heads, m_blocks, lanes, m_blocks * lanes, rank)
 
     @property
     def spec(self):
@@ -76,7 +80,11 @@ class Schedule:
     @property
     def tokens(self) -> int:
         """Query tokens of a unit of work."""
-        return self.geometry.q_stage * self.geometry.tokens
+        return self.geometry.q_stage * self.geometry.ctas * self.geometry.tokens
+
+    def row_tile(self, stage):
+        """Which of a unit's query tiles this CTA's tile `stage` is."""
+        return stage * self.geometry.ctas + self.rank
 
     def kv_head(self, head):
         """The KV head of a unit's `head`."""
@@ -181,7 +189,7 @@ class Schedule:
 
     def whole_tiles(self, work, stage):
         """Key tiles [n_left, n_right) that every row of query tile `stage` sees whole."""
-        first = work.token + stage * self.geometry.tokens
+        first = work.token + self.row_tile(stage) * self.geometry.tokens
         _, right = self.visible(first, work)
         left, _ = self.visible(first + self.geometry.tokens - 1, work)
         n_right = cutlass.min(cutlass.max(right // TILE, work.n_min), work.n_max)
@@ -191,7 +199,7 @@ class Schedule:
     def query(self, work, stage, row):
         """(token, query head, whether there is an output) of a row of query tile `stage`."""
         g = self.geometry
-        token = work.token + stage * g.tokens + row // g.spec.group
+        token = work.token + self.row_tile(stage) * g.tokens + row // g.spec.group
         head = work.head * g.spec.group + row % g.spec.group
         exists = token < work.extent_q
         if const_expr(g.rows < TILE):

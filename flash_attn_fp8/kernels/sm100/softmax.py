@@ -18,13 +18,18 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import arrive, warp_arrives
+from flash_attn_fp8.kernels.sm100.barriers import (
+    arrive,
+    warp_arrives,
+    warp_arrives_at_leader,
+)
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.encode import (
     SUM_SCALE,
     SUMMED_WORDS,
     exp2_by_fma,
     packed,
+    sum_of_16bit,
     sum_of_fp8,
 )
 from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
@@ -43,6 +48,7 @@ from flash_attn_fp8.specs import TILE
 
 _NEG_INF = -Float32.inf
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
+_AT_ONCE = TILE // 2  # keys whose P is made and stored together
 
 
 @cute.jit
@@ -122,19 +128,27 @@ def _tile(
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
     finite = select(row_max == _NEG_INF, Float32(0.0), row_max)
-    _exponentiate(s, factor, Float32(policy.max_offset) - finite)
-    words = _rounded(ctx, s)
-    tensor_memory.store(words, address, g.p_columns, thread)
+    shift = Float32(policy.max_offset) - finite
+    zero = Float32(0.0), Float32(0.0)
+    exact, rounded = zero, zero
+    for key in cutlass.range_constexpr(0, TILE, _AT_ONCE):
+        _exponentiate(s, key, factor, shift)
+        words = _rounded(ctx, s, key)
+        column = key * g.element // 4
+        tensor_memory.store(words, address + column, cute.size(words), thread, cute.size(words))
+        if const_expr(ctx.traits.v_scale_in_exponent):
+            exact = _weighted_sum(s, key, scales, exact)
+        elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
+            exact = _sum(s, key, exact)
+        if const_expr(not ctx.traits.exact_row_sum):
+            rounded = _sum_of_rounded(ctx, words, rounded)
     cute.arch.fence_view_async_tmem_store()
-    warp_arrives(ctx.barriers.p_full, slot)
-    if const_expr(ctx.traits.v_scale_in_exponent):
-        row_sum = row_sum * rescale + _weighted_sum(s, scales)
-    elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
-        row_sum = row_sum * rescale + _sum(s)
+    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, slot)
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
-    if const_expr(not ctx.traits.exact_row_sum):
-        row_sum_quantized = row_sum_quantized * rescale + _sum_of_rounded(ctx, words)
+    row_sum = row_sum * rescale + (exact[0] + exact[1])
+    scale = SUM_SCALE.get(policy.p_format, 1.0)
+    row_sum_quantized = row_sum_quantized * rescale + (rounded[0] + rounded[1]) * (1 / scale)
     return row_max, row_sum, row_sum_quantized
 
 
@@ -224,9 +238,9 @@ def _raise(policy: cutlass.Constexpr, row_max, tile_max):
 
 
 @cute.jit
-def _exponentiate(s, factor, shift):
-    """s becomes 2 ** (s * factor + shift); some of it on the FMA pipe, which would idle."""
-    for i in cutlass.range_constexpr(0, TILE, 2):
+def _exponentiate(s, first: cutlass.Constexpr, factor, shift):
+    """Some of s becomes 2 ** (s * factor + shift), in part on the FMA pipe, which would idle."""
+    for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
         a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
         if const_expr(_by_fma(i // 2)):
             s[i], s[i + 1] = exp2_by_fma(a, b)
@@ -242,54 +256,46 @@ def _by_fma(pair: int) -> bool:
 
 
 @cute.jit
-def _rounded(ctx, s):
-    """P in its format: the 32-bit words that hold it."""
-    words = cute.make_rmem_tensor(cute.make_layout(ctx.geometry.p_columns), Uint32)
+def _rounded(ctx, s, first: cutlass.Constexpr):
+    """Some of P in its format: the 32-bit words that hold it."""
     per_word = 4 // ctx.geometry.element
-    for i in cutlass.range_constexpr(ctx.geometry.p_columns):
-        values = [s[i * per_word + j] for j in range(per_word)]
+    words = cute.make_rmem_tensor(cute.make_layout(_AT_ONCE // per_word), Uint32)
+    for i in cutlass.range_constexpr(_AT_ONCE // per_word):
+        values = [s[first + i * per_word + j] for j in range(per_word)]
         words[i] = packed(ctx.traits.policy.p_format, values)
     return words
 
 
-@cute.jit
-def _sum(s):
-    a, b = (s[0], s[1]), (s[2], s[3])
-    for i in cutlass.range_constexpr(4, TILE, 4):
-        a = cute.arch.add_packed_f32x2(a, (s[i], s[i + 1]))
-        b = cute.arch.add_packed_f32x2(b, (s[i + 2], s[i + 3]))
-    a = cute.arch.add_packed_f32x2(a, b)
-    return a[0] + a[1]
+# Sums of a tile are kept as two numbers, of the even keys and of the odd ones, until its end.
 
 
 @cute.jit
-def _sum_of_rounded(ctx, words):
-    """The sum of P as it was rounded."""
-    fmt = ctx.traits.policy.p_format
-    if const_expr(ctx.geometry.element == 1):
-        total = Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(0, ctx.geometry.p_columns, SUMMED_WORDS):
-            some = sum_of_fp8(fmt, [words[i + j] for j in range(SUMMED_WORDS)])
-            total = cute.arch.add_packed_f32x2(total, some)
-        result = (total[0] + total[1]) * (1 / SUM_SCALE[fmt])
-    else:
-        p = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=ctx.p_dtype), TILE)
-        wide = cute.make_rmem_tensor(cute.make_layout(TILE), Float32)
-        wide.store(p.load().to(Float32))
-        result = _sum(wide)
-    return result
+def _sum(s, first: cutlass.Constexpr, total):
+    for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
+        total = cute.arch.add_packed_f32x2(total, (s[i], s[i + 1]))
+    return total
 
 
 @cute.jit
-def _weighted_sum(s, scales):
+def _weighted_sum(s, first: cutlass.Constexpr, scales, total):
     """Of P, each divided by its key's V scale."""
-    total = Float32(0.0), Float32(0.0)
-    for column in cutlass.range_constexpr(0, TILE, _SCALES_AT_ONCE):
+    for column in cutlass.range_constexpr(first, first + _AT_ONCE, _SCALES_AT_ONCE):
         inverse = _scales_of(scales, V_INVERSE, column)
         for i in cutlass.range_constexpr(0, _SCALES_AT_ONCE, 2):
             pair = s[column + i], s[column + i + 1]
             total = cute.arch.fma_packed_f32x2(pair, (inverse[i], inverse[i + 1]), total)
-    return total[0] + total[1]
+    return total
+
+
+@cute.jit
+def _sum_of_rounded(ctx, words, total):
+    """Of P as it was rounded, times SUM_SCALE."""
+    fmt = ctx.traits.policy.p_format
+    for i in cutlass.range_constexpr(0, cute.size(words), SUMMED_WORDS):
+        some = [words[i + j] for j in range(SUMMED_WORDS)]
+        summed = sum_of_fp8(fmt, some) if fmt in SUM_SCALE else sum_of_16bit(fmt, some)
+        total = cute.arch.add_packed_f32x2(total, summed)
+    return total
 
 
 @cute.jit

@@ -13,6 +13,7 @@ from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Unsupport
 from flash_attn_fp8.explain import explain
 from flash_attn_fp8.kvcache import flash_attn_with_kvcache
 from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
+from flash_attn_fp8.precompile import precompile
 from flash_attn_fp8.quantize import Quantized, quantize
 
 try:
@@ -36,6 +37,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "policy_for",
+    "precompile",
     "quantize",
 ]
 

@@ -1,7 +1,7 @@
-"""The command line: demo, env, support, explain, accuracy; `cli_sim.py` has sim.
+"""The command line: demo, env, support, explain, accuracy; `cli_sim` and `cli_compile` have more.
 
-Typer and rich are used here and nowhere else. Everything that computes is imported by the command
-that needs it. Bad input ends with exit code 2 and a sentence.
+Typer and rich are used in these modules and nowhere else. Everything that computes is imported by
+the command that needs it. Bad input ends with exit code 2 and a sentence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flash_attn_fp8 import cli_sim
+from flash_attn_fp8 import cli_compile, cli_sim
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ app = typer.Typer(
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     cli_sim.sim
 )
+app.command()(cli_compile.compile)
 
 _WIDTH_OF_A_PIPE = 160  # columns of tables that go to a file or another program
 

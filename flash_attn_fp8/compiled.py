@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
@@ -16,6 +17,7 @@ from flash_attn_fp8.specs import CombineSpec, Sm100Spec
 
 _ALIGNMENT = 16  # bytes of a row: what TMA and 16-byte stores need
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
+_MEMO_LIMIT = 8192
 _L2_BYTES = 50 * 2**20  # of K and V that the units of work in flight should share
 
 
@@ -27,18 +29,15 @@ def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tens
         _launch(plan, problem, operands, out, lse)
 
 
-@cache
 def _kernel(spec: Sm100Spec | CombineSpec, arch: str) -> Callable[..., Any]:
-    from flash_attn_fp8.compiler.build import compile_kernel
+    from flash_attn_fp8.compiler import cache
 
-    return compile_kernel(spec)
+    return cache.kernel(spec, arch)
 
 
 def _simulate(
     plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None
 ) -> None:
-    from flash_attn_fp8 import sim
-
     with sim.device(plan.target.arch, sm_count=plan.target.sm_count):
         # Memory that the device knows: an access outside of any of these is an error.
         copies = [None if t is None else t.clone() for t in operands]
@@ -50,45 +49,67 @@ def _simulate(
         lse.copy_(here[1])
 
 
-def _launch(plan: Plan, problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> None:
-    spec = plan.spec
-    if not isinstance(spec, Sm100Spec):
-        raise TypeError(f"no kernel is made from {spec}")
-    kernel = _kernel(spec, plan.target.arch)
-    if not spec.split:
-        target = _aligned_output(out)
-        kernel(_tensors(problem, o, target, lse), _scalars(plan, problem, 1))
-        if target is not out:
+class _Launcher:
+    """What all calls of a plan have in common, found once: a launch is on every call's way."""
+
+    def __init__(self, plan: Plan, problem: Problem) -> None:
+        spec = plan.spec
+        if not isinstance(spec, Sm100Spec):
+            raise TypeError(f"no compiled kernel has the spec {spec!r}")
+        self.plan = plan  # lives as long as this, so that its id is no other plan's
+        self.problem, self.traits = problem, problem.traits
+        self.kernel = _kernel(spec, plan.target.arch)
+        self.combine = _kernel(spec.combine, plan.target.arch) if spec.split else None
+        self.parts = plan.split.parts(problem.sizes.seqlen_k) if spec.split else 1
+        self.scalars = _scalars(plan, problem, self.parts)
+
+    def launch(self, o: Operands, out: Tensor, lse: Tensor | None) -> None:
+        if self.combine is not None:
+            self._launch_parts(self.combine, o, out, lse)
+            return
+        aligned = _is_aligned(out)
+        target = out if aligned else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        self.kernel(self.tensors(o, target, lse), self.scalars)
+        if not aligned:
             out.copy_(target)
-        return
-    parts = plan.split.parts(problem.sizes.seqlen_k)
-    partial = torch.empty(parts, *out.shape, dtype=torch.float32, device=out.device)
-    shape = problem.lse_shape
-    lse_partial = torch.empty(parts, *shape, dtype=torch.float32, device=out.device)
-    kernel(_tensors(problem, o, partial, lse_partial), _scalars(plan, problem, parts))
-    scale = None if o.output_scale is None else o.output_scale.reshape(1)
-    merge = CombineSpec(
-        out_format=problem.traits.out_format,
-        head_dim_v=problem.traits.head_dim_v,
-        varlen=problem.traits.q_layout == "varlen",
-        lse=lse is not None,
-        output_scale=scale is not None,
-    )
-    _kernel(merge, plan.target.arch)((partial, lse_partial, out, lse, scale))
+
+    def _launch_parts(
+        self, combine: Callable[..., Any], o: Operands, out: Tensor, lse: Tensor | None
+    ) -> None:
+        partial = torch.empty(self.parts, *out.shape, dtype=torch.float32, device=out.device)
+        shape = self.problem.lse_shape
+        lse_partial = torch.empty(self.parts, *shape, dtype=torch.float32, device=out.device)
+        self.kernel(self.tensors(o, partial, lse_partial), self.scalars)
+        scale = None if o.output_scale is None else o.output_scale.reshape(1)
+        combine((partial, lse_partial, out, lse, scale))
+
+    def tensors(self, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
+        """`kernels.sm100.operands.Tensors`, as a plain tuple."""
+        traits = self.traits
+        return (
+            _aligned(o.q), _aligned(o.k), _aligned(o.v), out, lse,
+            o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k, o.page_table,
+            None if o.learnable_sink is None else o.learnable_sink.float(),
+            _scale(o.q_descale, traits.q_descale, traits.q_layout),
+            _scale(o.k_descale, traits.k_descale, traits.kv_layout),
+            _scale(o.v_descale, traits.v_descale, traits.kv_layout),
+            None if o.output_scale is None else o.output_scale.reshape(1),
+        )  # fmt: skip
 
 
-def _tensors(problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
-    """`kernels.sm100.operands.Tensors`, as a plain tuple."""
-    traits = problem.traits
-    return (
-        _aligned(o.q), _aligned(o.k), _aligned(o.v), out, lse,
-        o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k, o.page_table,
-        None if o.learnable_sink is None else o.learnable_sink.float(),
-        _scale(o.q_descale, traits.q_descale, o.q.ndim),
-        _scale(o.k_descale, traits.k_descale, o.k.ndim),
-        _scale(o.v_descale, traits.v_descale, o.v.ndim),
-        None if o.output_scale is None else o.output_scale.reshape(1),
-    )  # fmt: skip
+_launchers: dict[tuple[int, bool], _Launcher] = {}
+
+
+def _launch(plan: Plan, problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> None:
+    # By identity, since plans are memoised, and to hash one takes as long as to launch. A simulated
+    # device has kernels of its own, also for the plan of a GPU that a program believes in.
+    key = id(plan), sim.is_active()
+    launcher = _launchers.get(key)
+    if launcher is None:
+        if len(_launchers) >= _MEMO_LIMIT:
+            _launchers.clear()
+        launcher = _launchers[key] = _Launcher(plan, problem)
+    launcher.launch(o, out, lse)
 
 
 def _scalars(plan: Plan, problem: Problem, parts: int) -> tuple[float | int, ...]:
@@ -111,28 +132,23 @@ def _scalars(plan: Plan, problem: Problem, parts: int) -> tuple[float | int, ...
 
 def _aligned(x: Tensor) -> Tensor:
     """A tensor whose rows TMA can address: itself, or a copy."""
-    if _is_aligned(x):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _aligned_output(x: Tensor) -> Tensor:
-    return x if _is_aligned(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    step = _ALIGNMENT // x.element_size()
-    strides = x.stride()
-    return (
-        x.data_ptr() % _ALIGNMENT == 0
-        and strides[-1] == 1
-        and all(stride % step == 0 for stride in strides[:-1])
-    )
+    return x.data_ptr() % _ALIGNMENT == 0 and _has_aligned_rows(x.stride(), x.dtype)
 
 
-def _scale(scale: Tensor | None, kind: Descale | None, rank: int) -> Tensor | None:
+@lru_cache(maxsize=8192)
+def _has_aligned_rows(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    step = _ALIGNMENT // dtype.itemsize
+    return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
+
+
+def _scale(scale: Tensor | None, kind: Descale | None, layout: str) -> Tensor | None:
+    """A descale as the kernel has it; the leading 1 of a packed one is dropped."""
     if scale is None or kind is None:
         return None
     if kind.granularity == "tensor":
         return scale.reshape(1)
-    return scale[0] if kind.per_token and rank == 3 else scale
+    return scale[0] if layout == "varlen" and kind.per_token else scale

@@ -19,6 +19,7 @@ from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, TiledSpec, plan_for
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem, Traits
+from flash_attn_fp8.specs import Sm100Spec
 from flash_attn_fp8.support import EXECUTORS, reasons_against
 from flash_attn_fp8.target import Target, target_named, target_of
 
@@ -106,6 +107,8 @@ class Explanation:
             f"  metadata  {'none' if plan.disable_scheduler_metadata else 'computed by the plan'}",
             f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
         ]
+        if isinstance(plan.spec, Sm100Spec):
+            lines.append(f"  kernel    {_kernel(plan, plan.spec)}")
         first = " was asked for" if problem.request.impl else " comes first"
         others = [name for name in EXECUTORS if name != plan.impl]
         for name in others:
@@ -134,6 +137,18 @@ def _accumulation(spec: TiledSpec) -> str:
     every = spec.policy.promote_every
     promotion = "never promoted" if every is None else f"promoted to fp32 every {every} keys"
     return f"accumulated with 13 fraction bits, as SM90 does in fp8, {promotion}"
+
+
+def _kernel(plan: Plan, spec: Sm100Spec) -> str:
+    """Which kernel, as the name of its entry in the cache, and whether a call would wait for it."""
+    from flash_attn_fp8.compiler import cache
+    from flash_attn_fp8.compiler.key import key_of
+
+    linkage = cache.linkage_of(plan.impl)
+    place = cache.where(spec, plan.target.arch, linkage)
+    found = {"memory": "in memory", "bundle": "in a bundle", "disk": "on disk"}
+    name = key_of(spec, plan.target.arch, linkage).digest[:12]
+    return f"{name}, {found[place] if place else 'to be compiled by the first call'}"
 
 
 def _bound(value: int | None) -> str:

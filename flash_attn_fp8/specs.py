@@ -37,6 +37,18 @@ class Sm100Spec:
     def writes_lse(self) -> bool:
         return self.split or self.traits.lse
 
+    @property
+    def combine(self) -> CombineSpec:
+        """The kernel that merges the parts of this one's results."""
+        traits = self.traits
+        return CombineSpec(
+            out_format=traits.out_format,
+            head_dim_v=traits.head_dim_v,
+            varlen=traits.q_layout == "varlen",
+            lse=traits.lse,
+            output_scale=traits.output_scale,
+        )
+
 
 @dataclass(frozen=True)
 class CombineSpec:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from platformdirs import user_cache_path
 
 from flash_attn_fp8.errors import InvalidArguments
 
@@ -60,3 +62,14 @@ def target_named(name: str) -> Target:
 def debug_checks() -> bool:
     """FLASH_ATTN_FP8_DEBUG=1: check values on CUDA too (costs a host synchronisation a call)."""
     return os.environ.get("FLASH_ATTN_FP8_DEBUG", "0") not in ("", "0")
+
+
+def cache_folder() -> Path:
+    """FLASH_ATTN_FP8_CACHE: where compiled kernels are kept; by default the user's cache folder."""
+    return Path(os.environ.get("FLASH_ATTN_FP8_CACHE") or user_cache_path("flash_attn_fp8"))
+
+
+def bundles() -> tuple[Path, ...]:
+    """FLASH_ATTN_FP8_BUNDLE: folders of kernels compiled elsewhere, separated as in PATH."""
+    folders = os.environ.get("FLASH_ATTN_FP8_BUNDLE", "").split(os.pathsep)
+    return tuple(Path(folder) for folder in folders if folder)

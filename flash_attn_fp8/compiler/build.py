@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 
 from flash_attn_fp8.compiler.signatures import combine_signature, forward_signature
 from flash_attn_fp8.kernels.combine import Combine
@@ -17,8 +18,8 @@ Spec = Sm100Spec | CombineSpec
 OPTIONS = "--enable-tvm-ffi"
 
 
-def compile_kernel(spec: Spec) -> Callable[..., Any]:
-    """The kernel of a spec for the architecture that CuTe DSL compiles for now."""
+def compile_kernel(spec: Spec, options: str = "", **how: Any) -> Any:
+    """The kernel of a spec, for the architecture that CuTe DSL compiles for or options name."""
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     kernel: Any
     arguments: tuple[Any, ...]
@@ -26,5 +27,7 @@ def compile_kernel(spec: Spec) -> Callable[..., Any]:
         kernel, arguments = Sm100Forward(spec), forward_signature(spec)
     else:
         kernel, arguments = Combine(spec), (combine_signature(spec),)
-    compiled: Callable[..., Any] = cute.compile(kernel, *arguments, stream, options=OPTIONS)
-    return compiled
+    with warnings.catch_warnings():
+        # Long loops are unrolled on purpose; who turns warnings into errors shall compile, too.
+        warnings.simplefilter("ignore", DSLOptimizationWarning)
+        return cute.compile(kernel, *arguments, stream, options=f"{OPTIONS} {options}", **how)

@@ -15,6 +15,7 @@ says what is modelled, what is found, and what is not judged.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,8 +55,15 @@ __all__ = [
     "Run",
     "Trace",
     "device",
+    "is_active",
     "parse",
 ]
+
+
+def is_active() -> bool:
+    """Whether this process is inside `sim.device`; loads nothing."""
+    bridge = sys.modules.get(f"{__name__}.cute.runtime")
+    return bridge is not None and bridge.RUNTIME.session is not None
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,6 @@ NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc", "core", "base"}
 # The simulator imports nothing of the package, so it reads the cache's place itself.
 ENVIRONMENT_READERS = {
     "flash_attn_fp8/target.py",
-    "flash_attn_fp8/compiler/cache.py",
     "flash_attn_fp8/sim/isa/compiled.py",
 }
 ENVIRONMENT_PREFIX = "FLASH_ATTN_FP8_"

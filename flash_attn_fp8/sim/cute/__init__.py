@@ -33,7 +33,8 @@ What is patched, and why
 - `CUTE_DSL_ARCH` and the variables that override it; `jit_cache`, `disable_file_caching`,
   flash-attn-4's `compile_cache` attributes, the `lru_cache`s of flash-attn-4 and quack: simulated
   code holds addresses of this process and the SM count of a device that does not exist. It must
-  never meet real code, in memory or on disk; exporting it is refused.
+  never meet real code, in memory or on disk; exporting it is refused. What is to be kept on disk
+  for simulation is compiled without step 3 and linked with a table of addresses (`aot.py`).
 
 All of it is undone on exit, in reverse order, also after an error.
 

@@ -51,12 +51,12 @@ class Device:
         self.machine = machine
         self.launches = 0
         self.runs: list[Run] = []
-        self._memory = Memory()
+        self.memory = Memory()
         self._on_launch = on_launch or self.execute
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Global memory that is known to exist now."""
-        return self._memory.buffers()
+        return self.memory.buffers()
 
     def launched(self, launch: CapturedLaunch) -> None:
         """Executes a launch, or hands it to the callback."""
@@ -110,10 +110,10 @@ def device(
     with Patches() as patches:
         RUNTIME.session = simulated
         patches.undo(_leave)
-        patch_dsl(patches, simulated._memory, arch, sm_count)
+        patch_dsl(patches, simulated.memory, arch, sm_count)
         props = properties(sm_count, simulated.capability, simulated.shared_optin)
         patch_torch_cuda(patches, props)
-        with CudaTensors(simulated._memory):
+        with CudaTensors(simulated.memory):
             yield simulated
 
 

@@ -55,8 +55,23 @@ _OVERRIDES = ("FLASH_ATTENTION_ARCH", "FLASH_ATTENTION_NUM_SMS", "QUACK_ARCH")
 _jit_caches: dict[tuple[str, int], dict[Any, Any]] = {}
 
 
+# Whether what is compiled now is left as a GPU would have it, to be exported (`exporting`).
+_exports = False
+
+
 class _NotExportable(RuntimeError):
     """A simulated function was to be written to disk."""
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Compiles for a GPU, also inside `sim.device`, what is to be exported and not to be called."""
+    global _exports
+    before, _exports = _exports, True
+    try:
+        yield
+    finally:
+        _exports = before
 
 
 def patch_dsl(patches: Patches, memory: Memory, arch: str, sm_count: int) -> None:
@@ -96,7 +111,7 @@ def _patch_compiler(patches: Patches, arch: str) -> None:
 
     @functools.wraps(original)
     def compile(self: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
-        if _PIPELINE not in pipeline:
+        if _PIPELINE not in pipeline or _exports:
             return original(self, module, pipeline, *args, **kwargs)
         with tempfile.TemporaryDirectory(prefix="flash_attn_fp8-sim-") as folder:
             pipeline, paths = _with_dumps(pipeline, Path(folder) / "kernel")
@@ -160,7 +175,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _calling(memory: Memory, arguments: list[tuple[str, Any]]) -> Iterator[None]:
+def calling(memory: Memory, arguments: list[tuple[str, Any]]) -> Iterator[None]:
     """A call of compiled code; raises in place of any other error what a callback kept."""
     memory.push(arguments)
     try:
@@ -195,7 +210,7 @@ def _patch_calls(patches: Patches, memory: Memory) -> None:
             execution = getattr(self, "execution_args", None)
             execution = execution or getattr(self.jit_module, "execution_args", None)
             named = _named(getattr(execution, "signature", None), args, kwargs)
-            with _calling(memory, named):
+            with calling(memory, named):
                 return original(self, *args, **kwargs)
 
         return call
@@ -203,16 +218,16 @@ def _patch_calls(patches: Patches, memory: Memory) -> None:
     def through_ffi(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             named = _named(self.execution_args.signature, args, kwargs)
-            args = tuple(replace_tensors(a, _ffi_tensor) for a in args)
-            kwargs = {k: replace_tensors(a, _ffi_tensor) for k, a in kwargs.items()}
-            with _calling(memory, named):
+            args = tuple(replace_tensors(a, ffi_tensor) for a in args)
+            kwargs = {k: replace_tensors(a, ffi_tensor) for k, a in kwargs.items()}
+            with calling(memory, named):
                 return original(self, *args, **kwargs)
 
         return call
 
     def implicit(original: Any) -> Any:
         def call(self: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
-            with _calling(memory, _named(inspect.signature(body), args, kwargs)):
+            with calling(memory, _named(inspect.signature(body), args, kwargs)):
                 return original(self, body, *args, **kwargs)
 
         return call
@@ -231,17 +246,23 @@ def _patch_ffi_calls(patches: Patches, around: Any, through_ffi: Any) -> None:
     for owner in (ffi.TVMFFIJitCompiledFunction, ffi.TVMFFIJitCompiledFunctionWithKwargs):
         around(owner, "__call__", through_ffi)
 
-    def refuse(self: Any, *_: Any, **__: Any) -> None:
-        raise _NotExportable(
-            "a function compiled inside `sim.device` holds addresses of this process and cannot be "
-            "exported; compile it outside"
-        )
+    def refusing(original: Any) -> Any:
+        def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _exports:
+                return original(self, *args, **kwargs)
+            raise _NotExportable(
+                "a function compiled inside `sim.device` holds addresses of this process and "
+                "cannot be exported; compile it outside"
+            )
 
-    patches.attribute(ffi.TVMFFIJitCompiledFunctionBase, "export_to_c", refuse)
-    patches.attribute(jit_executor.JitCompiledFunction, "export_to_c", refuse)
+        return export
+
+    around(ffi.TVMFFIJitCompiledFunctionBase, "export_to_c", refusing)
+    around(jit_executor.JitCompiledFunction, "export_to_c", refusing)
 
 
-def _ffi_tensor(tensor: torch.Tensor) -> Any:
+def ffi_tensor(tensor: torch.Tensor) -> Any:
+    """A CPU tensor as TVM FFI passes a CUDA tensor on."""
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(CudaClaim(tensor))

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from flash_attn_fp8.sim.launch import Buffer, CapturedLaunch, param_sizes
 
 from . import cubin
+from .arguments import Memory
 
 SUCCESS, LAUNCH_FAILED = 0, 719  # cudaSuccess, cudaErrorLaunchFailure
 
@@ -84,6 +85,7 @@ class Session(Protocol):
     sm_count: int
     capability: tuple[int, int]
     shared_optin: int
+    memory: Memory
 
     def buffers(self) -> tuple[Buffer, ...]:
         """Global memory that is known to exist now."""

@@ -1,0 +1,88 @@
+"""What a compiled kernel depends on, as a record whose digest names it on disk.
+
+Standard library only: a kernel that is found needs no compiler to be loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+Linkage = Literal["gpu", "simulator"]
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# What the code of a kernel is made from: the kernels, how they are compiled, the records in a spec.
+_SOURCES = ("kernels", "compiler", "specs.py", "problem.py", "policy.py", "formats.py")
+_SOURCES_OF_SIMULATION = (*_SOURCES, "sim/cute")
+
+
+@dataclass(frozen=True)
+class Key:
+    """All that decides a kernel's code. `linkage`: for a GPU, or for the simulated one."""
+
+    spec: str
+    arch: str
+    linkage: Linkage
+    sources: str
+    dsl: str
+    tvm_ffi: str
+    machine: str
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def function(self) -> str:
+        """The name of the exported function; unlike any other's of the process."""
+        return f"flash_attn_fp8_{self.digest}"
+
+
+def key_of(spec: object, arch: str, linkage: Linkage = "gpu") -> Key:
+    """The key of a spec's kernel, as this package with these libraries would compile it."""
+    return Key(
+        spec=repr(spec),
+        arch=arch,
+        linkage=linkage,
+        sources=fingerprint(linkage),
+        dsl=installed("nvidia-cutlass-dsl"),
+        tvm_ffi=installed("apache-tvm-ffi"),
+        machine=platform.machine(),
+    )
+
+
+@cache
+def fingerprint(linkage: Linkage = "gpu") -> str:
+    """A digest of the sources that decide a kernel's code; they are read once a process."""
+    return digest_of(_PACKAGE, _SOURCES if linkage == "gpu" else _SOURCES_OF_SIMULATION)
+
+
+def digest_of(root: Path, names: Iterable[str]) -> str:
+    """A digest of Python files and of folders of them: their paths from `root`, their bytes."""
+    files = []
+    for name in names:
+        path = root / name
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+@cache
+def installed(distribution: str) -> str:
+    """A distribution's version; empty where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,148 @@
+"""Kernels by the model that needs them: what `flash-attn-fp8 compile --preset` builds.
+
+A preset stands for calls, made on meta tensors, and its specs are those of their plans: they cannot
+differ from what a real call of that kind runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flash_attn_fp8.call import Call, Operands, Options
+from flash_attn_fp8.checks import problem_of
+from flash_attn_fp8.errors import InvalidArguments
+from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.plan import plan_for
+from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+from flash_attn_fp8.target import target_named
+
+ARCHS = ("sm_100a",)
+Layout = Literal["dense", "packed", "paged"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Every combination of its fields is a kernel.
+
+    `groups`: query heads of a KV head, packed into one tile. `page_sizes` are those of paged calls,
+    which are also compiled for split keys, with the kernel that merges the parts.
+    """
+
+    about: str
+    layouts: tuple[Layout, ...]
+    groups: tuple[int, ...]
+    head_dims: tuple[int, int] = (128, 128)
+    formats: tuple[str, ...] = ("e4m3",)
+    causal: tuple[bool, ...] = (True,)
+    windows: tuple[int | None, ...] = (None,)
+    page_sizes: tuple[int, ...] = (16, 64, 128)
+    sink: bool = False
+    scales: bool = True
+    lse: tuple[bool, ...] = (False, True)
+
+
+PRESETS = {
+    "smoke": Preset(
+        "one small kernel, to see that it works", ("dense",), (1,), (64, 64), lse=(False,)
+    ),
+    "llama": Preset(
+        "head dim 128, 4 or 8 query heads a KV head: training-like, packed prefill, paged cache",
+        ("dense", "packed", "paged"),
+        (4, 8),
+    ),
+    "gpt-oss": Preset(
+        "head dim 64, 8 query heads a KV head, sinks, full and 128-key windows in turn",
+        ("packed", "paged"),
+        (8,),
+        (64, 64),
+        windows=(None, 127),
+        sink=True,
+    ),
+    "deepseek": Preset("head dims 192 and 128, prefill", ("packed",), (1,), (192, 128)),
+    "encoder": Preset(
+        "head dim 128, bidirectional, no GQA: image and video transformers",
+        ("dense", "packed"),
+        (1,),
+        causal=(False,),
+    ),
+}
+
+
+def preset_named(name: str) -> Preset:
+    """A preset.
+
+    Raises:
+        InvalidArguments: there is none of this name.
+    """
+    if name not in PRESETS:
+        raise InvalidArguments(f"preset={name!r} is not one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def specs_of(preset: Preset, arch: str) -> tuple[Sm100Spec | CombineSpec, ...]:
+    """The kernels of a preset on an architecture, each once.
+
+    Raises:
+        InvalidArguments: there are no kernels for the architecture.
+    """
+    if arch not in ARCHS:
+        raise InvalidArguments(f"arch={arch!r}: kernels are compiled for {', '.join(ARCHS)}")
+    found: dict[Sm100Spec | CombineSpec, None] = {}
+    for call in _calls(preset):
+        plan = plan_for(problem_of(call), target_named(arch))
+        if isinstance(plan.spec, Sm100Spec):
+            found[plan.spec] = None
+            if plan.spec.split:
+                found[plan.spec.combine] = None
+    return tuple(found)
+
+
+def _calls(preset: Preset) -> Iterator[Call]:
+    options = Options(impl="cute")
+    kinds = product(
+        preset.layouts, preset.groups, preset.formats, preset.causal, preset.windows, preset.lse
+    )
+    for layout, group, fmt, causal, window, lse in kinds:
+        asked = options._replace(causal=causal, window_left=window, return_lse=lse)
+        if layout != "paged":
+            yield _call(preset, layout, group, fmt, asked)
+            continue
+        for page_size, parts in product(preset.page_sizes, (1, 2)):
+            asked = asked._replace(num_splits=parts)
+            yield _call(replace(preset, page_sizes=(page_size,)), layout, group, fmt, asked)
+
+
+def _call(preset: Preset, layout: Layout, group: int, fmt: str, options: Options) -> Call:
+    """A call of two sequences of 128 tokens and two KV heads; sizes decide nothing."""
+    dtype, int32, fp32 = FORMATS[fmt].dtype, torch.int32, torch.float32
+    d, dv = preset.head_dims
+    page_size = preset.page_sizes[0]
+    rows = {"dense": (2, 128), "packed": (256,), "paged": (16, page_size)}
+    of_q = rows["packed" if layout == "paged" else layout]
+    bounds = None if layout == "dense" else _meta(int32, 3)
+    scale = _meta(fp32, 2, 2) if preset.scales else None
+    operands = Operands(
+        _meta(dtype, *of_q, 2 * group, d),
+        _meta(dtype, *rows[layout], 2, d),
+        _meta(dtype, *rows[layout], 2, dv),
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds if layout == "packed" else None,
+        seqused_k=_meta(int32, 2) if layout == "paged" else None,
+        page_table=_meta(int32, 2, 8) if layout == "paged" else None,
+        learnable_sink=_meta(torch.bfloat16, 2 * group) if preset.sink else None,
+        q_descale=scale,
+        k_descale=scale,
+        v_descale=scale,
+    )
+    function = "flash_attn_func" if layout == "dense" else "flash_attn_varlen_func"
+    return Call(function, operands, options)
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

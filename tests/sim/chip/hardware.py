@@ -154,7 +154,7 @@ def _serve(cases: Sequence[Case], pipe: Connection) -> None:
 
 def run_all(cases: Sequence[Case]) -> Iterator[Outcome]:
     """What became of each case, in order: its outputs, or the error as text."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # the parent may have a context of its own
     done = 0
     while done < len(cases):
         ours, theirs = context.Pipe()

@@ -38,6 +38,7 @@ class Settings:
     schedule: Callable[[], Schedule]
     instruction_limit: int
     barrier_names: Mapping[int, str]
+    roles: Mapping[int, str]  # of warps
 
 
 def cluster_at(
@@ -45,7 +46,8 @@ def cluster_at(
 ) -> Cluster:
     """The cluster whose first CTA is `origin`, ready to run."""
     pending = Pending(settings.schedule())
-    cluster = Cluster([], memory, settings.checks, Actors(), pending, settings.barrier_names)
+    names = settings.barrier_names, settings.roles
+    cluster = Cluster([], memory, settings.checks, Actors(), pending, *names)
     nx, ny, _ = launch.cluster
     for rank in range(math.prod(launch.cluster)):
         x, y, z = rank % nx, rank // nx % ny, rank // (nx * ny)

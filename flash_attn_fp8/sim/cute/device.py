@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +15,7 @@ from flash_attn_fp8.sim.launch import Buffer, CapturedLaunch
 from flash_attn_fp8.sim.machine import Machine
 from flash_attn_fp8.sim.memory import Checks
 from flash_attn_fp8.sim.ptx.parse import parse
+from flash_attn_fp8.sim.roles import Roles
 from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
 from flash_attn_fp8.sim.trace import Trace
 
@@ -88,14 +90,16 @@ def device(
     *,
     checks: Checks = Checks(),  # noqa: B008
     schedule: Callable[[], Schedule] = RoundRobin,
+    barrier_names: Mapping[int, str] = MappingProxyType({}),
+    roles: Roles = MappingProxyType({}),
     workers: int = 1,
     trace: Trace | None = None,
 ) -> Iterator[Device]:
     """Runs CuTe-DSL programs of this process on CPU tensors, as if on one GPU of `arch`.
 
     Each kernel launch is executed before the launching call returns, on a `Machine` with these
-    `checks`, `schedule`, `workers` and `trace`; or `on_launch` is called with it instead. What goes
-    wrong there (a `Finding`, `Unmodelled`, the callback's exception) comes out of the launching
+    options (`Machine` describes them); or `on_launch` is called with it instead. What goes wrong
+    there (a `Finding`, `Unmodelled`, the callback's exception) comes out of the launching
     call. The device has `sm_count` multiprocessors, few on purpose: a persistent kernel then runs
     several tiles a CTA. Not re-entrant, not for several threads.
     """
@@ -105,7 +109,15 @@ def device(
         raise ValueError(f"sm_count is {sm_count}; a device has at least 1 multiprocessor")
     if RUNTIME.session is not None:
         raise RuntimeError("`sim.device` is active already; leave it before entering another")
-    machine = Machine(arch, checks=checks, schedule=schedule, workers=workers, trace=trace)
+    machine = Machine(
+        arch,
+        checks=checks,
+        schedule=schedule,
+        barrier_names=barrier_names,
+        roles=roles,
+        workers=workers,
+        trace=trace,
+    )
     simulated = Device(arch, sm_count, machine, on_launch)
     with Patches() as patches:
         RUNTIME.session = simulated

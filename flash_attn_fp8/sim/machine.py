@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypedDict
 
 from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.decode import Code, decode
@@ -53,6 +54,18 @@ TARGETS = {
     "sm_90a": Target("sm_90a", 227 * 1024, 16),
     "sm_100a": Target("sm_100a", 227 * 1024, 16),
 }
+
+
+class MachineOptions(TypedDict, total=False):
+    """The keywords of `Machine`, for those who pass them on."""
+
+    checks: Checks
+    schedule: Callable[[], Schedule]
+    instruction_limit: int
+    barrier_names: Mapping[int, str]
+    roles: Roles
+    workers: int
+    trace: Trace | None
 
 
 class Machine:

@@ -105,6 +105,8 @@ def _one_head(folder: Path, fmt: str, keys: int) -> list[Row]:
     case = _case(fmt, keys, 1) | {"checks": "all", "workers": 1}
     return [
         _row(case, "execution", "s", *checked["wall"]),
+        _row(case, "processor", "s", *checked["processor"]),
+        _row(case | {"checks": "none"}, "processor", "s", *unchecked["processor"]),
         _row(case | {"checks": "none"}, "execution", "s", *unchecked["wall"]),
         _row(case, "executed", "warp instructions", checked["instructions"]),
         _row(case | {"process": "simulate"}, "peak memory", "GiB", checked["peak"]),

@@ -2,19 +2,26 @@
 
 `flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_combine` are called like flash-attn-4's,
 `flash_attn_with_kvcache` like FA3's; `quantize` makes their inputs and `explain` says what a call
-would run and why. Importing this loads no compiler and needs no GPU.
+would run and why. Importing this loads no compiler, and nothing else before a name is used: the
+simulator, for one, is to be had without torch. It needs no GPU.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from __future__ import annotations
 
-from flash_attn_fp8.api import _flash_attn_fwd, flash_attn_func, flash_attn_varlen_func
-from flash_attn_fp8.combine import flash_attn_combine
-from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Unsupported
-from flash_attn_fp8.explain import explain
-from flash_attn_fp8.kvcache import flash_attn_with_kvcache
-from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
-from flash_attn_fp8.precompile import precompile
-from flash_attn_fp8.quantize import Quantized, quantize
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flash_attn_fp8.accuracy import accuracy_report
+    from flash_attn_fp8.api import _flash_attn_fwd, flash_attn_func, flash_attn_varlen_func
+    from flash_attn_fp8.combine import flash_attn_combine
+    from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Unsupported
+    from flash_attn_fp8.explanation import explain
+    from flash_attn_fp8.kvcache import flash_attn_with_kvcache
+    from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
+    from flash_attn_fp8.precompilation import precompile
+    from flash_attn_fp8.quantization import Quantized, quantize
 
 try:
     __version__ = version("flash-attn-fp8")
@@ -41,10 +48,36 @@ __all__ = [
     "quantize",
 ]
 
+# Where a name is at home. No module has the name of something in here: importing the module would
+# put it in that one's place.
+_HOME = {
+    "POLICIES": "policy",
+    "FlashAttnFp8Error": "errors",
+    "Fp8Policy": "policy",
+    "InvalidArguments": "errors",
+    "Quantized": "quantization",
+    "Unsupported": "errors",
+    "_flash_attn_fwd": "api",
+    "accuracy_report": "accuracy",
+    "explain": "explanation",
+    "flash_attn_combine": "combine",
+    "flash_attn_func": "api",
+    "flash_attn_varlen_func": "api",
+    "flash_attn_with_kvcache": "kvcache",
+    "policy_for": "policy",
+    "precompile": "precompilation",
+    "quantize": "quantization",
+}
 
-def __getattr__(name: str) -> object:
-    if name == "accuracy_report":
-        from flash_attn_fp8.accuracy import accuracy_report
 
-        return accuracy_report
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    """Load what is asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value  # from now on as quick as any other name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

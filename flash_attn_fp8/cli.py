@@ -234,7 +234,7 @@ def _wanted(name: str) -> str:
 
 def _reasons_here(impl: str, arch: str) -> tuple[str, ...]:
     """Why an executor cannot take the plainest fp8 call."""
-    from flash_attn_fp8.explain import explain
+    from flash_attn_fp8.explanation import explain
 
     plainest = "e4m3[1, 128, 8, 128]"
     call = f"flash_attn_func(q={plainest}, k={plainest}, v={plainest}, impl={impl!r})"
@@ -296,7 +296,7 @@ def explain(
 
     Nothing is run, and no GPU is needed.
     """
-    from flash_attn_fp8.explain import explain as explained
+    from flash_attn_fp8.explanation import explain as explained
 
     name, *arguments = call
     text = name if "(" in name and not arguments else f"{name}({', '.join(arguments)})"

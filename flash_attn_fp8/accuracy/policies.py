@@ -34,7 +34,7 @@ from flash_attn_fp8.formats import saturating_cast
 from flash_attn_fp8.plan import TiledSpec
 from flash_attn_fp8.policy import Fp8Policy, RowSum
 from flash_attn_fp8.problem import Traits
-from flash_attn_fp8.quantize import quantize
+from flash_attn_fp8.quantization import quantize
 from flash_attn_fp8.reference import exact as definition
 from flash_attn_fp8.reference.tiled import LOG2E, TileStats
 from flash_attn_fp8.results import Row, Scalar

@@ -30,7 +30,7 @@ from flash_attn_fp8.accuracy.measure import emulate, emulation, exact, rel_l2
 from flash_attn_fp8.formats import Format
 from flash_attn_fp8.plan import TILE_N
 from flash_attn_fp8.policy import Fp8Policy, policy_for
-from flash_attn_fp8.quantize import quantize
+from flash_attn_fp8.quantization import quantize
 from flash_attn_fp8.results import ResultsError, Row, Scalar
 
 BATCH, NHEADS, NHEADS_KV, HEAD_DIM = 2, 32, 2, 128

@@ -23,7 +23,7 @@ from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.formats import BF16, E4M3, E5M2, FP16, INT8, Format, dtype_name, format_of
 from flash_attn_fp8.packed import sequence_of_rows, spread
 from flash_attn_fp8.policy import Fp8Policy
-from flash_attn_fp8.quantize import Per, quantize
+from flash_attn_fp8.quantization import Per, quantize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

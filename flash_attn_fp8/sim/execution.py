@@ -137,6 +137,7 @@ class Execution:
         now = 0
         if self.trace is not None:
             now = warp.clocks.time = warp.clocks.time + warp.uncounted()
+            warp.barrier_used = ""
         result: Wait | Converge | None = handler(warp, mask)
         if self.trace is not None:
             self._record(self.trace, warp, now, pc, result)

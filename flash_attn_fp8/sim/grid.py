@@ -39,6 +39,7 @@ class Settings:
     instruction_limit: int
     barrier_names: Mapping[int, str]
     target: str
+    roles: Mapping[int, str]  # of warps
 
 
 def cluster_at(
@@ -53,7 +54,8 @@ def cluster_at(
         Actors(),
         pending,
         settings.barrier_names,
-        target=settings.target,
+        settings.roles,
+        settings.target,
     )
     nx, ny, _ = launch.cluster
     for rank in range(math.prod(launch.cluster)):

@@ -2,20 +2,17 @@
 
 Warps run lane-wise instructions in the compiled engine; at anything else it hands over to the
 instruction's handler (`isa/`), which acts on the cluster's state or returns what it waits for.
-Clusters of a grid are independent: they run one after the other, or spread over processes.
+Clusters of a grid are independent: they run one after the other, or over `processes`.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict
 
 from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.decode import Code, decode
@@ -36,8 +33,11 @@ from flash_attn_fp8.sim.isa import (  # noqa: F401  (they register their instruc
 from flash_attn_fp8.sim.launch import Launch
 from flash_attn_fp8.sim.layout import Layout
 from flash_attn_fp8.sim.memory import SHARED_RESERVED, Checks, GlobalMemory
+from flash_attn_fp8.sim.processes import run_clusters
 from flash_attn_fp8.sim.ptx.program import Entry, Program
+from flash_attn_fp8.sim.roles import Roles, check_roles, role_of
 from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
+from flash_attn_fp8.sim.state import WARP_SIZE
 from flash_attn_fp8.sim.trace import Trace
 
 
@@ -57,6 +57,18 @@ TARGETS = {
 }
 
 
+class MachineOptions(TypedDict, total=False):
+    """The keywords of `Machine`, for those who pass them on."""
+
+    checks: Checks
+    schedule: Callable[[], Schedule]
+    instruction_limit: int
+    barrier_names: Mapping[int, str]
+    roles: Roles
+    workers: int
+    trace: Trace | None
+
+
 class Machine:
     """Executes programs for one target.
 
@@ -65,7 +77,9 @@ class Machine:
         checks: what is looked for beside bounds, alignment, barrier misuse and deadlock.
         schedule: makes the schedule of each cluster; round robin by default.
         instruction_limit: executed instructions of one warp before the run is cut off.
-        barrier_names: of mbarriers, by their offset in shared memory, for reports.
+        barrier_names: of mbarriers, by their offset in shared memory, for reports and counters.
+        roles: names for warps, {"softmax": range(8), "mma": [12]}, for reports, counters and the
+            trace; a launch must have the warps that they name.
         workers: processes that share a grid's clusters.
         trace: collects a timeline; needs workers=1.
     """
@@ -78,6 +92,7 @@ class Machine:
         schedule: Callable[[], Schedule] = RoundRobin,
         instruction_limit: int = 1 << 40,
         barrier_names: Mapping[int, str] = MappingProxyType({}),
+        roles: Roles = MappingProxyType({}),
         workers: int = 1,
         trace: Trace | None = None,
     ) -> None:
@@ -88,7 +103,10 @@ class Machine:
         self.target = TARGETS[target]
         self.workers = workers
         self.trace = trace
-        self._settings = Settings(checks, schedule, instruction_limit, barrier_names, target)
+        names = role_of(roles)
+        if trace is not None:
+            trace.names = {**names, **trace.names}
+        self._settings = Settings(checks, schedule, instruction_limit, barrier_names, target, names)
         self._kernels: dict[tuple[int, str], Kernel] = {}
 
     def launch(self, program: Program, entry: str, launch: Launch) -> Run:
@@ -102,12 +120,13 @@ class Machine:
             raise ValueError(f"no entry {entry!r}; the program has {', '.join(program.entries)}")
         kernel = self._kernel(program, entry)
         _check_launch(kernel, launch, self.target)
+        check_roles(self._settings.roles, math.prod(launch.block))
         buffers = (*launch.buffers, *kernel.layout.buffers)
         job = _Job(kernel, launch, GlobalMemory(buffers), self._settings, self.trace)
         clusters = list(origins(launch))
         if self.workers > 1 and len(clusters) > 1:
-            return _in_processes(job, clusters, self.workers)
-        run = Run(kernel.code.entry)
+            return run_clusters(job, clusters, self.workers)
+        run = job.count()
         for origin in clusters:
             run.update(job.run(origin))
         return run
@@ -145,11 +164,17 @@ class _Job:
     settings: Settings
     trace: Trace | None
 
+    def count(self) -> Run:
+        """Counts that start at nothing."""
+        warps = -(-math.prod(self.launch.block) // WARP_SIZE)
+        return Run.zero(self.kernel.code.entry, warps, self.settings.roles)
+
     def run(self, origin: Index) -> Run:
         cluster = cluster_at(origin, self.kernel, self.launch, self.memory, self.settings)
         Execution(cluster, self.trace).run()
-        run = Run(self.kernel.code.entry)
+        run = self.count()
         run.add(cluster)
+        cluster.release()
         return run
 
 
@@ -183,32 +208,3 @@ def _check_launch(kernel: Kernel, launch: Launch, target: Target) -> None:
     used = kernel.layout.shared_end + launch.dynamic_smem - SHARED_RESERVED
     if used > target.shared_bytes:
         raise ValueError(f"{used} bytes of shared memory; {target.name} has {target.shared_bytes}")
-
-
-# ---------------------------------------------------------------------------------- processes
-
-_job: _Job | None = None  # what forked workers inherit
-
-
-def _in_processes(job: _Job, clusters: list[Index], workers: int) -> Run:
-    """Run the clusters in forked processes, which share global memory; its order is not judged."""
-    global _job
-    run = Run(job.kernel.code.entry)
-    with job.memory.shared_between_processes():
-        _job = job
-        try:
-            context = multiprocessing.get_context("fork")
-            with ProcessPoolExecutor(workers, mp_context=context) as pool:
-                for counts in pool.map(_run_inherited, clusters):
-                    run.update(Run(run.entry, *counts))
-        finally:
-            _job = None
-    return run
-
-
-def _run_inherited(origin: Index) -> tuple[Counter[Any], ...]:
-    """A cluster's counts, without the kernel that the parent has anyway."""
-    if _job is None:
-        raise RuntimeError("a worker without a job: workers need fork")
-    run = _job.run(origin)
-    return run.instructions, run.traffic, run.waits

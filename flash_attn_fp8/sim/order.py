@@ -36,7 +36,7 @@ from numba import njit
 from flash_attn_fp8.sim.errors import Unmodelled
 
 _MAX_ACTORS = 1024
-_FIRST_READERS = 32
+_FIRST_READERS = 16
 _MAX_SITES = 3  # remembered for a stamp: a report need not name more
 
 

@@ -92,9 +92,19 @@ class Cluster:
     actors: Actors
     pending: Pending
     barrier_names: Mapping[int, str]
+    roles: Mapping[int, str] = field(default_factory=dict)  # of warps
     target: str = "sm_100a"
     barrier: NamedBarrier = field(default_factory=lambda: NamedBarrier("cluster barrier"))
     sync_points: dict[int, Clocks] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Let go of what has run: parts that name one another would stay until a collection.
+
+        That is tens of MB a CTA, and so few objects that Python rarely sees a reason to collect.
+        """
+        for cta in self.ctas:
+            cta.warps.clear()
+        self.ctas.clear()
 
     def cta_of(self, address: int) -> Cta:
         """The CTA whose shared memory the 32-bit address names."""
@@ -226,6 +236,7 @@ class Warp:
     # The barrier that a warp has arrived at and not left, and the round it arrived in.
     token: tuple[NamedBarrier, int] | None = None
     cluster_round: int | None = None  # between arriving at the cluster barrier and waiting
+    barrier_used: str = ""  # the mbarrier that the last instruction with one named: for a trace
     timed_out: bool = False
     polled: bool = False  # what it just did may only have looked whether something happened
     polls: int = 0  # how often, since `polls_since` visible operations had changed something
@@ -250,9 +261,9 @@ class Warp:
 
     @property
     def name(self) -> str:
-        if len(self.cta.cluster.ctas) > 1:
-            return f"warp {self.index} of rank {self.cta.rank}"
-        return f"warp {self.index}"
+        role = self.cluster.roles.get(self.index)
+        name = f"warp {self.index} ({role})" if role else f"warp {self.index}"
+        return f"{name} of rank {self.cta.rank}" if len(self.cluster.ctas) > 1 else name
 
     @property
     def epoch(self) -> int:
@@ -323,6 +334,7 @@ class Warp:
     def mbarrier(self, address: int, *, asynchronous: bool = False) -> Mbarrier:
         """The mbarrier at a shared address, which this warp, or what it starts, may use."""
         found = self.cluster.mbarrier(address)
+        self.barrier_used = found.name
         checks = self.cluster.checks
         if found.made is not None and checks.races:
             proxy = asynchronous and checks.proxies

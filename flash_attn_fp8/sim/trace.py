@@ -28,7 +28,10 @@ ASYNCHRONOUS = (
 
 @dataclass
 class Trace:
-    """Collects slices; `write` saves them. `names` gives warps roles: `{12: "mma"}`."""
+    """Collects slices; `write` saves them.
+
+    `names` gives warps roles: `{12: "mma"}`; those of the machine's `roles` need not be repeated.
+    """
 
     names: dict[int, str] = field(default_factory=dict)
     _events: list[dict[str, object]] = field(default_factory=list)
@@ -51,7 +54,8 @@ class Trace:
     def waited(self, warp: Warp, start: int, end: int, instruction: Instruction) -> None:
         """The warp waited at an instruction."""
         self.ran(warp, start)
-        self._slice(warp, f"wait {instruction.parts[0]}", start, end, {"ptx": instruction.text})
+        at = warp.barrier_used or instruction.parts[0]
+        self._slice(warp, f"wait {at}", start, end, {"ptx": instruction.text})
         self._since[id(warp)] = end
 
     def started(self, warp: Warp, now: int, instruction: Instruction) -> None:

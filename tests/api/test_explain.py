@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8 import ops
-from flash_attn_fp8.explain import Explanation
+from flash_attn_fp8.explanation import Explanation
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, Split, TiledSpec
 from flash_attn_fp8.problem import Descale, Problem

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8.formats import FORMATS, Format, saturating_cast
-from flash_attn_fp8.quantize import ZERO_DESCALE
+from flash_attn_fp8.quantization import ZERO_DESCALE
 from tests.budget import rel_l2
 from tests.cases import limits
 from tests.cases.arrange import CACHED_MIXES, Question

@@ -18,7 +18,7 @@ import flash_attn_fp8 as fa
 from flash_attn_fp8.call import Call
 from flash_attn_fp8.check_options import MAX_SPLITS
 from flash_attn_fp8.checks import examine, problem_of
-from flash_attn_fp8.explain import parse_call
+from flash_attn_fp8.explanation import parse_call
 from flash_attn_fp8.formats import FORMATS, format_of
 from flash_attn_fp8.plan import Split, TiledSpec, plan_for
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem

@@ -5,23 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from flash_attn_fp8.sim.counters import Run
 from flash_attn_fp8.sim.errors import SimulationError
 from flash_attn_fp8.sim.launch import Buffer, CapturedLaunch
-from flash_attn_fp8.sim.machine import Machine
-from flash_attn_fp8.sim.memory import Checks
+from flash_attn_fp8.sim.machine import Machine, MachineOptions
 from flash_attn_fp8.sim.ptx.parse import parse
-from flash_attn_fp8.sim.schedule import RoundRobin, Schedule
-from flash_attn_fp8.sim.trace import Trace
 
 from .arguments import Memory
 from .dsl import patch_dsl
 from .patching import Patches
 from .runtime import RUNTIME
 from .torch_cuda import CudaTensors, patch_torch_cuda, properties
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Compute capability, and the shared memory a block may have (CUDA programming guide, table of
 # technical specifications: 227 KB for both).
@@ -85,19 +86,15 @@ def device(
     arch: str,
     on_launch: Callable[[CapturedLaunch], object] | None = None,
     sm_count: int = 4,
-    *,
-    checks: Checks = Checks(),  # noqa: B008
-    schedule: Callable[[], Schedule] = RoundRobin,
-    workers: int = 1,
-    trace: Trace | None = None,
+    **options: Unpack[MachineOptions],
 ) -> Iterator[Device]:
     """Runs CuTe-DSL programs of this process on CPU tensors, as if on one GPU of `arch`.
 
     Each kernel launch is executed before the launching call returns, on a `Machine` with these
-    `checks`, `schedule`, `workers` and `trace`; or `on_launch` is called with it instead. What goes
-    wrong there (a `Finding`, `Unmodelled`, the callback's exception) comes out of the launching
-    call. The device has `sm_count` multiprocessors, few on purpose: a persistent kernel then runs
-    several tiles a CTA. Not re-entrant, not for several threads.
+    options (`checks`, `schedule`, `roles`, ...: `Machine` describes them); or `on_launch` is called
+    with it instead. What goes wrong there (a `Finding`, `Unmodelled`, the callback's exception)
+    comes out of the launching call. The device has `sm_count` multiprocessors, few on purpose: a
+    persistent kernel then runs several tiles a CTA. Not re-entrant, not for several threads.
     """
     if arch not in _ARCHS:
         raise ValueError(f"arch is {arch!r}; the simulator knows {', '.join(sorted(_ARCHS))}")
@@ -105,7 +102,7 @@ def device(
         raise ValueError(f"sm_count is {sm_count}; a device has at least 1 multiprocessor")
     if RUNTIME.session is not None:
         raise RuntimeError("`sim.device` is active already; leave it before entering another")
-    machine = Machine(arch, checks=checks, schedule=schedule, workers=workers, trace=trace)
+    machine = Machine(arch, **options)
     simulated = Device(arch, sm_count, machine, on_launch)
     with Patches() as patches:
         RUNTIME.session = simulated

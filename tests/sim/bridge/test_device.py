@@ -17,8 +17,10 @@ from cutlass.utils import HardwareInfo
 
 from flash_attn_fp8 import sim
 from flash_attn_fp8.sim.cute import runtime
+from flash_attn_fp8.sim.errors import Deadlock
 from tests.sim.bridge import programs
 from tests.sim.bridge.test_capture import _abc, _compiled, _implicit, _tvm_ffi
+from tests.sim.programs import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -271,3 +273,17 @@ def test_the_callback_sees_the_host():
     with sim.device("sm_100a", lambda launch: seen.append(torch.zeros(1).device.type)):
         _implicit(*_abc())
     assert seen == ["cpu"]
+
+
+def test_warps_and_barriers_have_the_callers_names():
+    b = torch.zeros(32)
+    trace = sim.Trace()
+    names = {"barrier_names": {1024: "full"}, "roles": {"fill": [0]}}
+    with sim.device("sm_100a", **names, trace=trace) as gpu:
+        programs.fill_twice(from_dlpack(b), from_dlpack(b))
+    assert {row.who for row in gpu.runs[0].role_rows()} == {"fill"}
+    assert trace.names == {0: "fill"}
+    waits = "mov.u32 %r1, dynamic; mbarrier.init.shared.b64 [%r1], 2;\nWAIT: "
+    waits += "mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra WAIT;"
+    with pytest.raises(Deadlock, match=r"warp 0 \(fill\) waits: .*mbarrier full"):
+        run(waits, machine=gpu.machine)

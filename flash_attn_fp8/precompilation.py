@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flash_attn_fp8.checks import problem_of
-from flash_attn_fp8.explain import Explanation, explain
+from flash_attn_fp8.explanation import Explanation, explain
 from flash_attn_fp8.plan import plan_for
 from flash_attn_fp8.specs import Sm100Spec
 

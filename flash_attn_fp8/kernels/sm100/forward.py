@@ -5,6 +5,8 @@ docs/kernel_sm100.md draws the pipeline: who waits for whom, and what lies where
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
@@ -128,34 +130,36 @@ class Sm100Forward:
     ):
         """Device code: set up, then each warp plays its role to the end."""
         products = self._with_layouts(qk, pv)
-        boxes = self._boxes(products)
-        ctx = self._context(tensors, scalars)
+        boxes, registers = self._boxes(products), self.geometry.registers
+        buffers, barriers = self._shared_memory()
+        # In each role anew: what is computed before them would have to be kept through all.
+        context = partial(self._context, tensors, scalars, buffers, barriers)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self._set_up(ctx, warp, (tma.q_atom, tma.k_atom, tma.v_atom))
-        registers = self.geometry.registers
+        self._set_up(buffers, barriers, warp, (tma.q_atom, tma.k_atom, tma.v_atom))
 
         if warp == LOAD_WARP:
             cute.arch.setmaxregister_decrease(registers.others)
-            load_role(ctx, _loads(tma, boxes))
+            load_role(context(), _loads(tma, boxes))
 
         elif warp == MMA_WARP:
             cute.arch.setmaxregister_decrease(registers.others)
-            cute.arch.alloc_tmem(TMEM_COLUMNS, ctx.buffers.tmem_address, self.spec.pair)
-            tmem = _tensor_memory(ctx)
+            cute.arch.alloc_tmem(TMEM_COLUMNS, buffers.tmem_address, self.spec.pair)
+            tmem = self._tensor_memory(buffers)
             cute.arch.relinquish_tmem_alloc_permit(self.spec.pair)
-            if ctx.schedule.rank == 0:  # the leader issues for both CTAs
+            if self._rank() == 0:  # the leader issues for both CTAs
+                ctx = context()
                 mma_role(ctx, products, fragments(ctx, products, tmem))
-            _meet(ctx)
+            self._meet()
 
         elif warp >= CORRECTION_WARP and warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(registers.correction)
-            correction_role(ctx, _tensor_memory(ctx))
-            _meet(ctx)
+            correction_role(context(), self._tensor_memory(buffers))
+            self._meet()
 
         elif warp < SOFTMAX_WARPS * self.geometry.q_stage:
             cute.arch.setmaxregister_increase(registers.softmax)
-            softmax_role(ctx, warp // SOFTMAX_WARPS, _tensor_memory(ctx))
-            _meet(ctx)
+            softmax_role(context(), warp // SOFTMAX_WARPS, self._tensor_memory(buffers))
+            self._meet()
 
         elif warp < CORRECTION_WARP:
             cute.arch.setmaxregister_decrease(registers.idle)
@@ -164,16 +168,16 @@ class Sm100Forward:
             cute.arch.setmaxregister_decrease(registers.others)
             if const_expr(self.geometry.cleans_tail):
                 if warp == TAIL_WARP:
-                    tail_role(ctx)
+                    tail_role(context())
             if warp == SCALE_WARP:
                 if const_expr(self.spec.traits.q_layout == "varlen"):
-                    fill_role(ctx)
+                    fill_role(context())
                 if const_expr(self.geometry.scales_per_token):
-                    token_scale_role(ctx)
+                    token_scale_role(context())
 
-        self._tear_down(ctx, warp)
+        self._tear_down(buffers, warp)
 
-    def _context(self, tensors: Tensors, scalars: Scalars) -> Context:
+    def _shared_memory(self) -> tuple[Buffers, Barriers]:
         g = self.geometry
         smem = SmemAllocator()
         barriers = Barriers.of(smem, g)
@@ -189,53 +193,71 @@ class Sm100Forward:
                 self.q_dtype, g.kv_bytes // g.element * g.kv_slots, byte_alignment=1024
             ),
         )
+        return buffers, barriers
+
+    def _context(self, tensors, scalars, buffers, barriers) -> Context:
+        g = self.geometry
         return Context(
             geometry=g,
             p_dtype=DTYPES[self.spec.traits.policy.p_format],
             out_dtype=self.out_dtype,
             tensors=tensors,
             scalars=scalars,
-            schedule=Schedule.of(g, tensors, scalars, cute.arch.block_idx()[0] % g.ctas),
+            schedule=Schedule.of(g, tensors, scalars, self._rank()),
             buffers=buffers,
             barriers=barriers,
             first=cute.arch.block_idx()[0] // g.ctas,
             stride=cute.arch.grid_dim()[0] // g.ctas,
         )
 
+    def _rank(self):
+        """Which CTA of a pair this is."""
+        return cute.arch.block_idx()[0] % self.geometry.ctas
+
     @cute.jit
-    def _set_up(self, ctx, warp, atoms):
+    def _set_up(self, buffers, barriers, warp, atoms):
         if warp == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         if warp == MMA_WARP:
             with cute.arch.elect_one():
-                ctx.barriers.init()
+                barriers.init()
             cute.arch.mbarrier_init_fence()
         if const_expr(self.geometry.rows < TILE):
-            self._zero_unused_rows(ctx)
+            self._zero_unused_rows(buffers)
         if const_expr(self.spec.pair):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
 
+    def _tensor_memory(self, buffers):
+        """The address of the CTA's tensor memory, once it is allocated."""
+        self._meet()
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, buffers.tmem_address)
+
+    def _meet(self) -> None:
+        """Softmax, correction and MMA warps."""
+        users = SOFTMAX_WARPS * self.geometry.q_stage + CORRECTION_WARPS + 1
+        cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=WARP * users)
+
     @cute.jit
-    def _tear_down(self, ctx, warp):
+    def _tear_down(self, buffers, warp):
         """Tensor memory is freed when nobody uses it, in either CTA of a pair."""
         if const_expr(self.spec.pair):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         if warp == MMA_WARP:
-            address = cute.arch.retrieve_tmem_ptr(Float32, 16, ctx.buffers.tmem_address)
+            address = cute.arch.retrieve_tmem_ptr(Float32, 16, buffers.tmem_address)
             cute.arch.dealloc_tmem(address, TMEM_COLUMNS, self.spec.pair)
 
     @cute.jit
-    def _zero_unused_rows(self, ctx):
+    def _zero_unused_rows(self, buffers):
         """Rows of query tiles that no token has: the tensor core reads what TMA never writes."""
         g = self.geometry
         words = g.chunk(g.head_dim) * g.element // 4
         count = (TILE - g.rows) * words
-        start = cute.recast_ptr(ctx.buffers.q, dtype=Uint32)
+        start = cute.recast_ptr(buffers.q, dtype=Uint32)
         for column in cutlass.range_constexpr(g.q_slots * g.head_dim // g.chunk(g.head_dim)):
             unused = start + (column * TILE + g.rows) * words
             unused = cute.make_tensor(unused, cute.make_layout(count))
@@ -252,18 +274,6 @@ def _loads(tma: TmaOperands, boxes: Loads) -> Loads:
         k=(tma.k_atom, tma.k, boxes.k),
         v=(tma.v_atom, tma.v, boxes.v),
     )
-
-
-def _tensor_memory(ctx):
-    """The address of the CTA's tensor memory, once it is allocated."""
-    _meet(ctx)
-    return cute.arch.retrieve_tmem_ptr(Float32, 16, ctx.buffers.tmem_address)
-
-
-def _meet(ctx) -> None:
-    """Softmax, correction and MMA warps."""
-    users = SOFTMAX_WARPS * ctx.geometry.q_stage + CORRECTION_WARPS + 1
-    cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=WARP * users)
 
 
 def _queries(q, group: int):

@@ -214,8 +214,8 @@ ENTRIES: dict[str, dict[str, Alone]] = {
     "policy_for": _POLICY_FOR,
     "accuracy_report": _REPORT,
 }
-# Its arguments are another function's, and `target`: test_explain.py.
-ELSEWHERE = {"explain"}
+# Their arguments are another function's, and `target` or `arch`: test_explain.py, tests/compiler.
+ELSEWHERE = {"explain", "precompile"}
 
 
 EXPORTED = {name: getattr(fa, name) for name in fa.__all__}

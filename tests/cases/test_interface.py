@@ -248,14 +248,15 @@ def test_case_77_what_explain_names_is_what_runs(impl_or_none: str | None) -> No
     assert_bitwise(fa.flash_attn_func(q, k, v, impl=impl_or_none)[0], out)
 
 
-@pytest.mark.parametrize("impl_given", ["cute", "sim"])
-def test_case_77_an_explicit_executor_never_falls_back(impl_given: str) -> None:
+@pytest.mark.parametrize(("impl_given", "head_dim"), [("cute", 64), ("sim", 72)])
+def test_case_77_an_explicit_executor_never_falls_back(impl_given: str, head_dim: int) -> None:
     """Case 77: where it cannot run it is refused by name, in every function, and nothing runs."""
-    q, k, v = tiny()
+    shape = (*TINY[:-1], head_dim)
+    q, k, v = E4M3.cast(*torch.ones(3, *shape))
     for fn in EVERY_FUNCTION:
         with pytest.raises(NotImplementedError, match=f"impl='{impl_given}'"):
             fn(q, k, v, impl=impl_given)
-    out = torch.full(TINY, 7.0)
+    out = torch.full(shape, 7.0)
     with pytest.raises(NotImplementedError):
         fa.flash_attn_func(q, k, v, out=out, impl=impl_given)
     assert torch.equal(out, torch.full_like(out, 7.0))

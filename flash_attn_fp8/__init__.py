@@ -1,8 +1,9 @@
 """Flash-attention forward in fp8 for NVIDIA Blackwell, and its numerics anywhere.
 
 `flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_combine` are called like flash-attn-4's,
-`flash_attn_with_kvcache` like FA3's; `quantize` makes their inputs and `explain` says what a call
-would run and why. Importing this loads no compiler and needs no GPU.
+`flash_attn_with_kvcache` like FA3's; `quantize` makes their inputs, `explain` says what a call
+would run and why, and `simulate` runs its kernels on a simulated device. Importing this loads no
+compiler and needs no GPU.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from flash_attn_fp8.kvcache import flash_attn_with_kvcache
 from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
 from flash_attn_fp8.precompile import precompile
 from flash_attn_fp8.quantize import Quantized, quantize
+from flash_attn_fp8.simulation import simulate
 
 try:
     __version__ = version("flash-attn-fp8")
@@ -39,6 +41,7 @@ __all__ = [
     "policy_for",
     "precompile",
     "quantize",
+    "simulate",
 ]
 
 

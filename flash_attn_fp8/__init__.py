@@ -1,8 +1,8 @@
 """Flash-attention forward in fp8 for NVIDIA Blackwell, and its numerics anywhere.
 
 `flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_combine` are called like flash-attn-4's,
-`flash_attn_with_kvcache` like FA3's; `quantize` makes their inputs and `explain` says what a call
-would run and why. Importing this loads no compiler, and nothing else before a name is used: the
+`flash_attn_with_kvcache` like FA3's; `quantize` makes their inputs, `explain` says what a call
+would run and why, and `simulate` runs its kernels on a simulated device. Importing this loads no compiler, and nothing else before a name is used: the
 simulator, for one, is to be had without torch. It needs no GPU.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
     from flash_attn_fp8.precompilation import precompile
     from flash_attn_fp8.quantization import Quantized, quantize
+    from flash_attn_fp8.simulation import simulate
 
 try:
     __version__ = version("flash-attn-fp8")
@@ -46,6 +47,7 @@ __all__ = [
     "policy_for",
     "precompile",
     "quantize",
+    "simulate",
 ]
 
 # Where a name is at home. No module has the name of something in here: importing the module would
@@ -67,6 +69,7 @@ _HOME = {
     "policy_for": "policy",
     "precompile": "precompilation",
     "quantize": "quantization",
+    "simulate": "simulation",
 }
 
 

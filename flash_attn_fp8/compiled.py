@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,9 @@ from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
+from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+from flash_attn_fp8.target import Target
 
 _ALIGNMENT = 16  # bytes of a row: what TMA and 16-byte stores need
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
@@ -38,15 +41,28 @@ def _kernel(spec: Sm100Spec | CombineSpec, arch: str) -> Callable[..., Any]:
 def _simulate(
     plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None
 ) -> None:
-    with sim.device(plan.target.arch, sm_count=plan.target.sm_count):
+    from flash_attn_fp8.kernels.sm100.geometry import ROLES
+
+    asked = settings()
+    if asked.target != plan.target:
+        plan = _on(plan, asked.target)
+    if asked.trace is not None and not asked.trace.names:
+        asked.trace.names.update(ROLES)
+    with sim.device(plan.target.arch, **asked.device_options()) as gpu:
         # Memory that the device knows: an access outside of any of these is an error.
         copies = [None if t is None else t.clone() for t in operands]
         o = Operands(*copies)  # type: ignore[arg-type]
         here = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
+        gpu.runs = asked.runs  # known even if a launch ends in a finding
         _launch(plan, problem, o, *here)
     out.copy_(here[0])
     if lse is not None and here[1] is not None:
         lse.copy_(here[1])
+
+
+@lru_cache(maxsize=64)  # launchers know plans by identity
+def _on(plan: Plan, target: Target) -> Plan:
+    return replace(plan, target=target)
 
 
 class _Launcher:

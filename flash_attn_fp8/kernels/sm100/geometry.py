@@ -26,6 +26,11 @@ MMA_WARP = 12
 LOAD_WARP = 13
 TAIL_WARP = 14
 SCALE_WARP = 15
+ROLES = (
+    {warp: f"softmax {warp // SOFTMAX_WARPS}" for warp in range(CORRECTION_WARP)}
+    | dict.fromkeys(range(CORRECTION_WARP, MMA_WARP), "correction")
+    | {MMA_WARP: "mma", LOAD_WARP: "load", TAIL_WARP: "tail", SCALE_WARP: "scales"}
+)
 
 
 # Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential

@@ -99,7 +99,8 @@ class Barriers:
     o_full: Signal  # mma -> correction
     scale_full: Signal  # softmax -> correction: a factor for each row
     scale_empty: Signal
-    tail: Ring  # tail -> mma: the first V tile of a unit is clean
+    tail_asked: Signal  # mma -> tail: the first V tile of a unit is there
+    tail_clean: Signal  # tail -> mma: it holds nothing past the sequence's end
     token_scales: Ring  # scales -> softmax: what belongs to each key of a tile
 
     @classmethod
@@ -113,7 +114,8 @@ class Barriers:
             o_full=Signal.of(smem, stages, 1),
             scale_full=Signal.of(smem, stages, SOFTMAX_WARPS),
             scale_empty=Signal.of(smem, stages, CORRECTION_WARPS),
-            tail=Ring.of(smem, 1),
+            tail_asked=Signal.of(smem, 1, 1),
+            tail_clean=Signal.of(smem, 1, 1),
             token_scales=Ring.of(smem, TOKEN_SCALE_SLOTS, 1, SOFTMAX_WARPS * stages),
         )
 

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
-from flash_attn_fp8.kernels.sm100.barriers import arrive, commit
+from flash_attn_fp8.kernels.sm100.barriers import commit, warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import S_SLOTS
 from flash_attn_fp8.specs import TILE
@@ -99,8 +99,8 @@ def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, ti
         kv.wait_full(v_use)
         if const_expr(g.cleans_tail):
             if i == 0:
-                ctx.barriers.tail.wait_full(units)
-                arrive(ctx.barriers.tail.empty(units))
+                warp_arrives(ctx.barriers.tail_asked, 0)
+                ctx.barriers.tail_clean.wait(0, units)
         if more:
             kv.wait_full(v_use + 1)
         for stage in cutlass.range_constexpr(g.q_stage):

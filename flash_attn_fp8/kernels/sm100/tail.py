@@ -2,6 +2,9 @@
 
 P is 0 there, but what lies there may be NaN (another sequence's rows, stale pages), and 0 * NaN is
 NaN. Only a unit's first key tile, the last of the sequence, can have such rows.
+
+It waits for the MMA warp's word that the tile is there, not for the ring's barrier: who does not
+wait for every use of a ring cannot tell a phase from the one two rounds before.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from flash_attn_fp8.kernels.sm100.barriers import arrive
+from flash_attn_fp8.kernels.sm100.barriers import warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
 from flash_attn_fp8.specs import TILE
@@ -19,7 +22,7 @@ from flash_attn_fp8.specs import TILE
 @cute.jit
 def tail_role(ctx: Context):
     """Clean the first V tile of each unit of work, if it needs to be."""
-    g, kv = ctx.geometry, ctx.barriers.kv
+    g = ctx.geometry
     units, tiles = Int32(0), Int32(0)
     index = ctx.first
     while index < ctx.schedule.total:
@@ -28,12 +31,11 @@ def tail_role(ctx: Context):
         if n > 0:
             first_v = tiles * 2 + cutlass.min(n, g.lookahead)
             valid = work.seqlen_k - (work.n_max - 1) * TILE
+            ctx.barriers.tail_asked.wait(0, units)
             if valid < TILE:
-                kv.wait_full(first_v)
-                _zero(ctx, kv.slot(first_v), valid)
+                _zero(ctx, ctx.barriers.kv.slot(first_v), valid)
                 cute.arch.fence_view_async_shared()
-            ctx.barriers.tail.wait_empty(units)
-            arrive(ctx.barriers.tail.full(units))
+            warp_arrives(ctx.barriers.tail_clean, 0)
             units += 1
             tiles += n
         index += ctx.stride

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-EXECUTORS = ("reference", "tiled")  # simulated and compiled kernels join here by name
+# Others for one run: TEST_EXECUTORS=sim python -m pytest tests/cases
+EXECUTORS = tuple(os.environ.get("TEST_EXECUTORS", "reference tiled").split())
+# Compiled kernels by name. A compilation costs seconds and a call tenths of one, so that what runs
+# on them is chosen: the sweep's `kernel_sample`, tests/sm100, and tests/cases where asked for.
+KERNELS = ("sim",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -130,8 +130,7 @@ def together(
     form: Form, all_of_them: list[Sequence], layout: str, page_size: int, seed: int
 ) -> list[Results]:
     """Each sequence's results from one call with all of them."""
-    arrange = {"varlen": _packed, "padded": _padded, "paged": _paged}[layout]
-    arguments = arrange(form, all_of_them, page_size, seed)
+    arguments = arranged(form, all_of_them, layout, page_size, seed)
     out, lse = fa.flash_attn_varlen_func(**arguments, return_lse=True, **form.options)
     results, start = [], 0
     for b, s in enumerate(all_of_them):
@@ -142,6 +141,14 @@ def together(
             results.append((out[start : start + rows], lse[:, start : start + rows]))
         start += rows
     return results
+
+
+def arranged(
+    form: Form, all_of_them: list[Sequence], layout: str, page_size: int, seed: int
+) -> dict[str, Any]:
+    """Arguments of `flash_attn_varlen_func` that have all sequences in one of LAYOUTS."""
+    arrange = {"varlen": _packed, "padded": _padded, "paged": _paged}[layout]
+    return arrange(form, all_of_them, page_size, seed)
 
 
 def _nan(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,48 +16,59 @@ from tests.budget import (
     FP32_EPS,
     FP32_STEPS,
     Budget,
+    assert_like_emulation,
     assert_rounded_once,
     budget_of,
     check_within,
     rel_l2,
 )
-from tests.data import Inputs, normal
+from tests.cases.exact import attention
+from tests.conftest import KERNELS
+from tests.data import normal
+from tests.plan.sequences import Form, arranged, sequence
 from tests.sweep.grid import HEADS, Case
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case measured: errors against the definition in fp64, and the error's budget."""
+    """What one case measured: errors against the definition in fp64, and the error's budget.
+
+    Of a kernel also its distance from the emulation of its tiles, and the ratio of their errors.
+    """
 
     rel_l2: float
     budget: float
     lse_error: float
+    from_emulation: float | None = None
+    error_ratio: float | None = None
 
 
 def run(case: Case, impl: str, device: str = "cpu") -> Outcome:
     """Run `case` on `impl`, and raise AssertionError where a result leaves its budget."""
-    prepared = _prepare(case, device)
+    prepared = _prepare(case.shared(), device)
     # The definition does not split: `reference` proves everything else about those cases.
     splits = 1 if impl == "reference" else case.num_splits
-    inputs, kwargs = prepared.inputs, prepared.kwargs
-    out, lse = fa.flash_attn_func(
-        inputs.q, inputs.k, inputs.v, num_splits=splits, impl=impl, **kwargs
-    )
+    ways = {"num_splits": splits, "pack_gqa": case.pack_gqa}
+    out, lse = fa.flash_attn_varlen_func(**prepared.arguments, **ways, impl=impl)
     check_within(prepared.budget, out, lse)
     if impl == "reference":  # it rounds no P: the budget, which allows for that, would hide much
         assert_rounded_once(out, prepared.exact)
         assert_rounded_once(lse, prepared.exact_lse)
-    return Outcome(
+    outcome = Outcome(
         rel_l2(out, prepared.budget.out),
         prepared.budget.rel_l2,
         float((lse - prepared.budget.lse).nan_to_num(nan=0.0).abs().max()),
     )
+    if impl not in KERNELS:
+        return outcome
+    emulated, _ = fa.flash_attn_varlen_func(**prepared.arguments, **ways, impl="tiled")
+    alike = assert_like_emulation(out, lse, emulated, prepared.budget)
+    return replace(outcome, from_emulation=alike.rel_l2, error_ratio=alike.error_ratio)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    inputs: Inputs
-    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
     budget: Budget
     exact: Tensor
     exact_lse: Tensor
@@ -66,6 +77,26 @@ class _Prepared:
 @lru_cache(maxsize=2)  # the executors of one case run after one another
 def _prepare(case: Case, device: str) -> _Prepared:
     """Inputs and budget of a case; the budget's exact results are checked on the way."""
+    sink = torch.linspace(-1, 2, HEADS[case.heads][0], device=device) if case.sink else None
+    arguments = dict(
+        causal=case.mask == "causal",
+        window_size=case.window,
+        learnable_sink=sink,
+        return_lse=True,
+    )
+    arranged = _dense if case.layout == "dense" else _sequences
+    more, (exact, exact_lse) = arranged(case, arguments, device)
+    arguments |= more
+    budget = budget_of(fa.flash_attn_varlen_func.describe_call(**arguments))
+    assert rel_l2(budget.out, exact) <= FP32_STEPS * FP32_EPS, "the reference left the definition"
+    assert torch.equal(budget.lse.isneginf(), exact_lse.isneginf())
+    return _Prepared(arguments, budget, exact, exact_lse)
+
+
+Arranged = tuple[dict[str, Any], tuple[Tensor, Tensor]]
+
+
+def _dense(case: Case, score: dict[str, Any], device: str) -> Arranged:
     inputs = normal(
         batch=case.batch,
         seqlen_q=case.seqlens[0],
@@ -77,21 +108,34 @@ def _prepare(case: Case, device: str) -> _Prepared:
         fmt=case.fmt,
         device=device,
     )
-    sink = torch.linspace(-1, 2, inputs.q.shape[2], device=device) if case.sink else None
-    kwargs = dict(
-        causal=case.mask == "causal",
-        window_size=case.window,
-        learnable_sink=sink,
-        pack_gqa=case.pack_gqa,
-        return_lse=True,
-        **inputs.scales,
-    )
-    call = fa.flash_attn_func.describe_call(inputs.q, inputs.k, inputs.v, **kwargs)
-    budget = budget_of(call)
-    exact, exact_lse = definition(call.operands, case)
-    assert rel_l2(budget.out, exact) <= FP32_STEPS * FP32_EPS, "the reference left the definition"
-    assert torch.equal(budget.lse.isneginf(), exact_lse.isneginf())
-    return _Prepared(inputs, kwargs, budget, exact, exact_lse)
+    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.scales}
+    call = fa.flash_attn_varlen_func.describe_call(**arguments, **score)
+    return arguments, definition(call.operands, case)
+
+
+def _sequences(case: Case, score: dict[str, Any], device: str) -> Arranged:
+    """Sequences of several lengths with scales of their own, packed or over pages."""
+    (heads, heads_kv), (d, dv) = HEADS[case.heads], case.head_dims
+    form = Form(case.fmt, case.fmt, heads, heads_kv, d, dv, scaled=False)
+    sequences = [sequence(form, *size, seed=i) for i, size in enumerate(case.sequences)]
+    shape = len(sequences), heads_kv
+    generator = torch.Generator().manual_seed(0)
+    scales = {f"{n}_descale": torch.rand(shape, generator=generator) + 0.5 for n in "qkv"}
+    arguments = arranged(form, sequences, case.layout, case.page_size, seed=0) | scales
+    rows = arguments["q"].shape[0]  # some belong to no sequence
+    exact = torch.zeros(rows, heads, dv, dtype=torch.float64)
+    exact_lse = torch.full((heads, rows), -math.inf, dtype=torch.float64)
+    start = 0
+    for b, s in enumerate(sequences):
+        mine = {name: scale[b : b + 1] for name, scale in scales.items()}
+        out, lse = attention(
+            s.q[None], s.k[None], s.v[None], scales=mine, sink=score["learnable_sink"],
+            causal=score["causal"], window_size=score["window_size"],
+        )  # fmt: skip
+        exact[start : start + len(s.q)], exact_lse[:, start : start + len(s.q)] = out[0], lse[0]
+        start += len(s.q)
+    there = {name: t.to(device) for name, t in arguments.items()}
+    return there, (exact.to(device), exact_lse.to(device))
 
 
 def definition(o: Operands, case: Case) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -310,6 +311,13 @@ def explain(
 # -------------------------------------------------------------------------------- accuracy
 
 
+class TableBy(str, Enum):
+    """Executors of the accuracy table."""
+
+    tiled = "tiled"
+    sim = "sim"
+
+
 @app.command()
 def accuracy(
     full: Annotated[
@@ -322,6 +330,10 @@ def accuracy(
     policies: Annotated[
         bool, typer.Option(help="Also compare policies of P, scores by scores.")
     ] = True,
+    impl: Annotated[
+        TableBy,
+        typer.Option(help="Who computes the table: the emulation, or the simulated kernel."),
+    ] = TableBy.tiled,
     out: Annotated[Path, typer.Option(help="Folder for the JSON, Markdown and PNG files.")] = Path(
         "accuracy-results"
     ),
@@ -331,11 +343,12 @@ def accuracy(
     from flash_attn_fp8.results import Results
 
     console = _console()
-    chosen = [experiments.table(quick=not full)]
+    chosen = [experiments.table(quick=not full, impl=impl.value)]
     if policies:
         chosen.append(experiments.policies(quick=not full))
     command = f"flash-attn-fp8 accuracy {'--full' if full else '--quick'}"
     command += "" if policies else " --no-policies"
+    command += "" if impl is TableBy.tiled else f" --impl {impl.value}"
     with _bad_input():
         for experiment in chosen:
             rows = _measured(experiment, console)

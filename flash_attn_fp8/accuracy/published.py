@@ -9,6 +9,7 @@ found by trying, and gives every digit:
 * Quantised from fp32, one scale amax / format max per (batch, KV head), q's over its 16 heads.
 * Emulated kernel: 128 keys a tile, right to left, exact row sum, bf16 output. Reference: attention
   of the unquantised tensors.
+* An `impl` other than `tiled` (a kernel) runs the same calls through `flash_attn_func`.
 * The column "quantisation only" is a NumPy emulation (issue #2716) on data of its own:
   `numpy.random.default_rng(0).standard_normal(shape, dtype=float32)` in the same order and layout;
   P is rounded as well, once, under the row's final maximum with offset 8.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_fp8.accuracy.measure import emulate, emulation, exact, rel_l2
+from flash_attn_fp8.api import flash_attn_func
 from flash_attn_fp8.formats import Format
 from flash_attn_fp8.plan import TILE_N
 from flash_attn_fp8.policy import Fp8Policy, policy_for
@@ -42,11 +44,15 @@ Inputs = Literal["uniform", "peaked"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One column: how q, k, v and P are rounded. `one_shot`: P under the row's final maximum."""
+    """One column: how q, k, v and P are rounded. `one_shot`: P under the row's final maximum.
+
+    `numpy`: on the data of the NumPy emulation, not the B200's.
+    """
 
     name: str
     policy: Fp8Policy
     one_shot: bool = False
+    numpy: bool = False
 
     @property
     def format(self) -> Format:
@@ -55,7 +61,7 @@ class Setting:
 
 def _quantisation_only(p_format: str) -> Setting:
     policy = Fp8Policy(p_format, max_offset=8, rescale_threshold=0, row_sum="exact")
-    return Setting(f"{p_format} quantisation only", policy, one_shot=True)
+    return Setting(f"{p_format} quantisation only", policy, one_shot=True, numpy=True)
 
 
 BROKEN = Setting("e4m3 (8, 4) UNSAFE", Fp8Policy.breaking_the_budget("e4m3", 8, 4, row_sum="exact"))
@@ -97,12 +103,14 @@ class Table:
     """The part of the table that is to be recomputed.
 
     `rows_per_head` takes that many query rows, evenly spread, instead of all: each row is what it
-    is in the whole, and the figure is estimated from fewer (None: exactly as published).
+    is in the whole, and the figure is estimated from fewer (None: exactly as published). `impl`
+    executes it, but for one-shot settings, which are `tiled` with all keys in a tile.
     """
 
     seqlens: Sequence[int] = (256, 1024, 4096)
     settings: Sequence[Setting] = SETTINGS
     rows_per_head: int | None = None
+    impl: str = "tiled"
 
     @property
     def cells(self) -> list[tuple[int, Inputs, Setting]]:
@@ -116,45 +124,54 @@ class Table:
     def rows(self) -> Iterator[list[Row]]:
         """The result rows of each cell in turn: ours, the published one, and the deviation in %."""
         for seqlen, inputs, setting in self.cells:
-            yield _cell_rows(seqlen, inputs, setting, self.rows_per_head)
+            yield _cell_rows((seqlen, inputs), setting, self.rows_per_head, self.impl)
 
 
 def _cell_rows(
-    seqlen: int, inputs: Inputs, setting: Setting, rows_per_head: int | None
+    line: tuple[int, Inputs], setting: Setting, rows_per_head: int | None, impl: str
 ) -> list[Row]:
+    seqlen, inputs = line
+    impl = "tiled" if setting.one_shot else impl
     case: dict[str, Scalar] = {"seqlen": seqlen, "inputs": inputs, "setting": setting.name}
     case |= emulation(None if setting.one_shot else TILE_N)
-    error = error_of(seqlen, inputs, setting, rows_per_head)
-    found = [Row.of(case, "tiled", "rel_l2", "ratio", error)]
+    error = error_of(seqlen, inputs, setting, rows_per_head, impl)
+    found = [Row.of(case, impl, "rel_l2", "ratio", error)]
     theirs = published(seqlen, inputs, setting)
     if theirs is not None:
         found.append(Row.of(case, SOURCE, "rel_l2", "ratio", theirs))
         deviation = 100 * (error / theirs - 1)
-        found.append(Row.of(case, "tiled", "deviation from published", "%", deviation))
+        found.append(Row.of(case, impl, "deviation from published", "%", deviation))
     return found
 
 
 def error_of(
-    seqlen: int, inputs: Inputs, setting: Setting, rows_per_head: int | None = None
+    seqlen: int,
+    inputs: Inputs,
+    setting: Setting,
+    rows_per_head: int | None = None,
+    impl: str = "tiled",
 ) -> float:
     """rel_l2 of one cell: the bf16 output against the exact attention of the tensors as drawn."""
-    q, k, v = _data(seqlen, inputs, setting.one_shot)
+    q, k, v = _data(seqlen, inputs, setting.numpy)
     step = max(1, seqlen // rows_per_head) if rows_per_head else 1
     q8, k8, v8 = (
         quantize(x, dtype=setting.format.dtype, per="batch_head", nheads_kv=NHEADS_KV)
         for x in (q, k, v)
     )
-    out = emulate(
-        q8.values[:, ::step],
-        k8.values,
-        v8.values,
-        setting.policy,
-        tile_n=seqlen if setting.one_shot else TILE_N,
-        q_descale=q8.descale,
-        k_descale=k8.descale,
-        v_descale=v8.descale,
-    )
-    return rel_l2(out.bfloat16(), _exact(seqlen, inputs, setting.one_shot, step))
+    scales: dict[str, Any] = {
+        "q_descale": q8.descale,
+        "k_descale": k8.descale,
+        "v_descale": v8.descale,
+    }
+    rows = q8.values[:, ::step]
+    if setting.one_shot or impl == "tiled":
+        tile_n = seqlen if setting.one_shot else TILE_N
+        out = emulate(rows, k8.values, v8.values, setting.policy, tile_n=tile_n, **scales)
+    else:
+        out, _ = flash_attn_func(
+            rows, k8.values, v8.values, fp8_policy=setting.policy, impl=impl, **scales
+        )
+    return rel_l2(out.bfloat16(), _exact(seqlen, inputs, setting.numpy, step))
 
 
 # ------------------------------------------------------------------------------------ data

@@ -2,8 +2,9 @@
 
 `flash_attn_func`, `flash_attn_varlen_func` and `flash_attn_combine` are called like flash-attn-4's,
 `flash_attn_with_kvcache` like FA3's; `quantize` makes their inputs, `explain` says what a call
-would run and why, and `simulate` runs its kernels on a simulated device. Importing this loads no compiler, and nothing else before a name is used: the
-simulator, for one, is to be had without torch. It needs no GPU.
+would run and why, and `simulate` runs its kernels on a simulated device. Importing this loads no
+compiler, and nothing else before a name is used: the simulator, for one, is to be had without
+torch. It needs no GPU.
 """
 
 from __future__ import annotations

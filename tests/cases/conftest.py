@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+import flash_attn_fp8 as fa
 from tests.cases.arrange import CACHED_MIXES, FP8_MIXES, LAYOUTS, MIXES, Mix
-from tests.conftest import EXECUTORS
+from tests.cases.widen import widened
+from tests.conftest import EXECUTORS, KERNELS
 
 # It keeps P exact and does not split.
 EXACT = "reference"
+
+
+@pytest.fixture(autouse=True)
+def _wide_enough_for_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On kernels: the cases, whose head dims are small, with head dims that kernels have.
+
+    Not where a case gives an executor of its own, to be refused for just that.
+    """
+    if set(EXECUTORS) & set(KERNELS) and "impl_given" not in request.fixturenames:
+        for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+            monkeypatch.setattr(fa, name, widened(getattr(fa, name)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """What a kernel refuses by name is skipped with the kernel's own reason, and counted so."""
+    try:
+        return (yield)
+    except fa.Unsupported as refusal:
+        if all(
+            reason.startswith(tuple(f"impl={k!r}" for k in KERNELS)) for reason in refusal.reasons
+        ):
+            pytest.skip("; ".join(refusal.reasons))
+        raise
 
 
 @pytest.fixture(params=LAYOUTS)

@@ -113,9 +113,9 @@ def test_the_support_page_is_what_the_rules_say() -> None:
 def one_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = experiments.table
 
-    def small(quick: bool) -> experiments.Experiment:
+    def small(quick: bool, impl: str) -> experiments.Experiment:
         part = Table((256,), PUBLISHED_SETTINGS[:1], rows_per_head=8)
-        full = whole(quick)
+        full = whole(quick, impl)
         return experiments.Experiment(full.name, (part,), full.columns, full.shown, full.picture)
 
     monkeypatch.setattr(experiments, "table", small)

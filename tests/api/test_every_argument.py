@@ -214,8 +214,8 @@ ENTRIES: dict[str, dict[str, Alone]] = {
     "policy_for": _POLICY_FOR,
     "accuracy_report": _REPORT,
 }
-# Their arguments are another function's, and `target` or `arch`: test_explain.py, tests/compiler.
-ELSEWHERE = {"explain", "precompile"}
+# Their arguments are another function's, and `target` or `arch`: test_explain.py, tests/compiler, tests/sm100.
+ELSEWHERE = {"explain", "precompile", "simulate"}
 
 
 EXPORTED = {name: getattr(fa, name) for name in fa.__all__}

@@ -214,7 +214,8 @@ ENTRIES: dict[str, dict[str, Alone]] = {
     "policy_for": _POLICY_FOR,
     "accuracy_report": _REPORT,
 }
-# Their arguments are another function's, and `target` or `arch`: test_explain.py, tests/compiler, tests/sm100.
+# Their arguments are another function's, and a few more: test_explain.py, tests/compiler,
+# tests/sm100.
 ELSEWHERE = {"explain", "precompile", "simulate"}
 
 

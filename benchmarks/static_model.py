@@ -364,7 +364,7 @@ def _roles(run: Run) -> dict[int, str]:
     """Warps by what they do, whatever their numbers."""
     does: dict[int, Counter[str]] = {}
     for row in run.rows():
-        does.setdefault(row.warp, Counter())[_ptx_class(row.opcode)] += row.executed
+        does.setdefault(row.who, Counter())[_ptx_class(row.opcode)] += row.executed
 
     def role(counts: Counter[str]) -> str:
         if counts["tcgen05.mma"]:

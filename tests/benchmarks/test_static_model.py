@@ -33,7 +33,7 @@ def executed(keys: int, tiles: int, loads: int = 1) -> Execution:
     counts = Counter({(line, w): before + n * tiles for line, _, w, before, n in EXECUTED})
     instructions = [SimpleNamespace(line=line, opcode=o) for line, o, *_ in EXECUTED]
     rows = [
-        SimpleNamespace(warp=w, opcode=o, executed=before + n * tiles)
+        SimpleNamespace(who=w, opcode=o, executed=before + n * tiles)
         for _, o, w, before, n in EXECUTED
     ]
     traffic = Counter({

@@ -20,6 +20,7 @@ module holds a second constant.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
@@ -28,6 +29,8 @@ import torch
 
 from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, dtype_name, format_of
+
+LOG2E, LN2 = math.log2(math.e), math.log(2)  # natural logarithms to log2 units, and back
 
 RowSum = Literal["exact", "quantized"]
 Exp2 = Literal["exact", "code", "code_quadratic"]

@@ -32,11 +32,11 @@ from flash_attn_fp8.call import Call
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.formats import saturating_cast
 from flash_attn_fp8.plan import TiledSpec
-from flash_attn_fp8.policy import Fp8Policy, RowSum
+from flash_attn_fp8.policy import LOG2E, Fp8Policy, RowSum
 from flash_attn_fp8.problem import Traits
 from flash_attn_fp8.quantization import quantize
 from flash_attn_fp8.reference import exact as definition
-from flash_attn_fp8.reference.tiled import LOG2E, TileStats
+from flash_attn_fp8.reference.tiled import TileStats
 from flash_attn_fp8.results import Row, Scalar
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -6,8 +6,6 @@ without keys has lse -inf: it weighs nothing, and what its output holds is not r
 
 from __future__ import annotations
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -15,11 +13,11 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.policy import LN2, LOG2E
 from flash_attn_fp8.specs import CombineSpec
 
 WARP = 32
 WARPS = 4
-_LOG2E, _LN2 = math.log2(math.e), math.log(2)
 _NEG_INF = -Float32.inf
 
 
@@ -65,7 +63,7 @@ class Combine:
         self._merge(t, partial, lse_partial, out, lane, top, total)
         if const_expr(self.spec.lse):
             if lane == 0:
-                lse = (top + cute.math.log2(total, fastmath=True)) * _LN2
+                lse = (top + cute.math.log2(total, fastmath=True)) * LN2
                 if const_expr(self.spec.varlen):
                     t.lse[head, row] = lse
                 else:
@@ -77,7 +75,7 @@ class Combine:
         merged = cute.make_rmem_tensor(cute.make_layout(count), Float32)
         merged.fill(0.0)
         for part in cutlass.range(lse_partial.shape[0], unroll=1):
-            weight = cute.math.exp2(lse_partial[part] * _LOG2E - top, fastmath=True)
+            weight = cute.math.exp2(lse_partial[part] * LOG2E - top, fastmath=True)
             if weight != 0.0:
                 for i in cutlass.range_constexpr(count):
                     merged[i] = merged[i] + weight * partial[part, i * WARP + lane]
@@ -97,12 +95,12 @@ def _weights(lse_partial, lane):
     """(largest lse in log2 units, 0 where there are no keys; sum of 2 ** (lse - it))."""
     top, part = Float32(_NEG_INF), lane
     while part < lse_partial.shape[0]:
-        top = cute.arch.fmax(top, lse_partial[part] * _LOG2E)
+        top = cute.arch.fmax(top, lse_partial[part] * LOG2E)
         part += WARP
     top = cute.arch.warp_reduction(top, cute.arch.fmax)
     top = select(top == _NEG_INF, Float32(0.0), top)
     total, part = Float32(0.0), lane
     while part < lse_partial.shape[0]:
-        total += cute.math.exp2(lse_partial[part] * _LOG2E - top, fastmath=True)
+        total += cute.math.exp2(lse_partial[part] * LOG2E - top, fastmath=True)
         part += WARP
     return top, cute.arch.warp_reduction(total, lambda a, b: a + b)

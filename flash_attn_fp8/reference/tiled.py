@@ -33,7 +33,7 @@ from torch import Tensor
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import Format, saturating_cast
 from flash_attn_fp8.plan import Split, TiledSpec
-from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.policy import LN2, LOG2E, Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.reference import nonfinite
 from flash_attn_fp8.reference.accumulate import accumulator_for
@@ -41,8 +41,6 @@ from flash_attn_fp8.reference.blocks import Block, blocks
 from flash_attn_fp8.reference.combine import combine
 from flash_attn_fp8.reference.output import Output
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2)
 _NEG_INF = float("-inf")
 
 # Elements of a score tile that is worked on at once: 8 MiB in fp32, near the caches' size.

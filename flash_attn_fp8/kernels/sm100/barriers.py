@@ -126,28 +126,23 @@ class Barriers:
 
 
 @cute.jit
+def arrive(barrier, cta: cutlass.Constexpr = None):
+    """One arrival for a warp whose lanes have all done what they announce; at a CTA, or its own."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier, cta)
+
+
+@cute.jit
 def warp_arrives(signal: cutlass.Constexpr, slot: Int32):
-    """One arrival for a warp whose lanes have all done what they announce."""
+    """The same at a signal."""
     arrive(signal.at(slot))
 
 
 @cute.jit
-def arrive(barrier):
-    """The same at a barrier."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
-
-
-@cute.jit
 def warp_arrives_at_leader(geometry: cutlass.Constexpr, signal: cutlass.Constexpr, slot: Int32):
-    """The same at the barrier of the CTA whose MMA warp issues."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        if const_expr(geometry.ctas == 1):
-            cute.arch.mbarrier_arrive(signal.at(slot))
-        else:
-            cute.arch.mbarrier_arrive(signal.at(slot), 0)
+    """The same at that of the CTA whose MMA warp issues."""
+    arrive(signal.at(slot), None if geometry.ctas == 1 else 0)
 
 
 @cute.jit

@@ -6,6 +6,8 @@ row of a warp was raised, which is most of the time after the first tiles, it is
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -16,7 +18,7 @@ from flash_attn_fp8.kernels.sm100.barriers import warp_arrives, warp_arrives_at_
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
-from flash_attn_fp8.kernels.sm100.schedule import part_of
+from flash_attn_fp8.kernels.sm100.schedule import each_unit, part_of
 from flash_attn_fp8.specs import TILE
 
 _COLUMNS = 16  # of O that are rescaled at once
@@ -26,30 +28,37 @@ _VECTOR = 16  # bytes of a global store
 @cute.jit
 def correction_role(ctx: Context, tmem):
     """Both query tiles of one unit of work after another."""
-    g = ctx.geometry
     thread = cute.arch.thread_idx()[0] % TILE
-    tiles = Int32(0)
-    index = ctx.first
-    while index < ctx.schedule.total:
-        work = ctx.schedule.work(index)
-        n = work.n_max - work.n_min
-        if n > 0:
-            for stage in cutlass.range_constexpr(g.q_stage):
-                # The output before has been read: P V may start anew.
-                warp_arrives_at_leader(
-                    ctx.geometry, ctx.barriers.p_full, Int32(slot_and_use(g, tiles, stage)[0])
-                )
-            for i in cutlass.range(1, n, unroll=1):
-                for stage in cutlass.range_constexpr(g.q_stage):
-                    _correct(ctx, tmem, thread, stage, tiles + i)
-            tiles += n
+    each_unit(ctx, partial(_unit, ctx, tmem, thread), partial(_without_keys, ctx, thread))
+
+
+@cute.jit
+def _unit(ctx, tmem, thread, work, units: Int32, tiles: Int32):
+    g, last = ctx.geometry, tiles + work.tiles - 1
+    for stage in cutlass.range_constexpr(g.q_stage):
+        _allow_output(ctx, tiles, stage)  # what was there before has been read
+    for i in cutlass.range(1, work.tiles, unroll=1):
         for stage in cutlass.range_constexpr(g.q_stage):
-            factor = Float32(0.0)
-            if n > 0:
-                factor = _receive(ctx, thread, stage, tiles - 1)
-                ctx.barriers.o_full.wait(stage, tiles - 1)
-            _store(ctx, tmem, work, stage, thread, factor, n > 0)
-        index += ctx.stride
+            _correct(ctx, tmem, thread, stage, tiles + i)
+    for stage in cutlass.range_constexpr(g.q_stage):
+        factor = _receive(ctx, thread, stage, last)
+        ctx.barriers.o_full.wait(stage, last)
+        _store(
+            ctx, work, stage, thread, partial(_normalized, ctx, tmem, work, stage, thread, factor)
+        )
+
+
+@cute.jit
+def _without_keys(ctx, thread, work):
+    for stage in cutlass.range_constexpr(ctx.geometry.q_stage):
+        _store(ctx, work, stage, thread, partial(_zeros, ctx))
+
+
+@cute.jit
+def _allow_output(ctx, tile, stage: cutlass.Constexpr):
+    """Tell the MMA warp that key tile number `tile` may be added to O."""
+    slot, _ = slot_and_use(ctx.geometry, tile, stage)
+    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, Int32(slot))
 
 
 @cute.jit
@@ -74,9 +83,7 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
             _scale(o, factor)
             tensor_memory.store(o, address + column, _COLUMNS, thread, _COLUMNS)
         cute.arch.fence_view_async_tmem_store()
-    warp_arrives_at_leader(
-        ctx.geometry, ctx.barriers.p_full, Int32(slot_and_use(g, tile, stage)[0])
-    )
+    _allow_output(ctx, tile, stage)
 
 
 @cute.jit
@@ -86,28 +93,37 @@ def _scale(o, factor):
 
 
 @cute.jit
-def _store(ctx, tmem, work, stage: cutlass.Constexpr, thread, factor, has_keys):
-    """Normalise, convert and store the rows of a query tile; zeros where no key is visible.
+def _store(ctx, work, stage: cutlass.Constexpr, thread, columns_from: cutlass.Constexpr):
+    """Convert and store the rows of a query tile, whose columns `columns_from(first)` has.
 
     Staged through shared memory, a warp's 32 rows at a time, so that global stores are coalesced.
     """
     g = ctx.geometry
-    columns = g.staging_columns
-    token, _, _ = ctx.schedule.query(work, stage, thread)
-    alive = has_keys & (token < work.seqlen_q)
-    for column in cutlass.range_constexpr(0, g.head_dim_v, columns):
-        o = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
-        o.fill(0.0)
-        if has_keys:
-            loaded = tensor_memory.load(tmem + g.o_column(stage) + column, columns, thread)
-            cute.arch.fence_view_async_tmem_load()
-            _scale(loaded, factor)
-            for i in cutlass.range_constexpr(columns):
-                o[i] = select(alive, loaded[i], Float32(0.0))
-        _stage(ctx, o, thread)
+    for column in cutlass.range_constexpr(0, g.head_dim_v, g.staging_columns):
+        _stage(ctx, columns_from(column), thread)
         cute.arch.sync_warp()
         _copy_out(ctx, work, stage, thread, column)
         cute.arch.sync_warp()
+
+
+@cute.jit
+def _normalized(ctx, tmem, work, stage, thread, factor, column: cutlass.Constexpr):
+    """Some columns of O, times the row's factor; 0 where the row is not in use."""
+    g = ctx.geometry
+    columns = g.staging_columns
+    token, _, _ = ctx.schedule.query(work, stage, thread)
+    o = tensor_memory.load(tmem + g.o_column(stage) + column, columns, thread)
+    cute.arch.fence_view_async_tmem_load()
+    _scale(o, factor)
+    for i in cutlass.range_constexpr(columns):
+        o[i] = select(token < work.seqlen_q, o[i], Float32(0.0))
+    return o
+
+
+def _zeros(ctx, column):
+    o = cute.make_rmem_tensor(cute.make_layout(ctx.geometry.staging_columns), Float32)
+    o.fill(0.0)
+    return o
 
 
 def _staged(ctx, warp):
@@ -164,7 +180,7 @@ def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Const
 
 
 def _output_row(ctx, work, token, head):
-    out = part_of(ctx, ctx.tensors.out, work)
+    out = part_of(ctx, ctx.tensors.out, work.split)
     if ctx.traits.q_layout == "varlen":
         return out[work.offset_q + token, head, None]
     return out[work.batch, token, head, None]

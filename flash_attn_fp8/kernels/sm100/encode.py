@@ -45,10 +45,7 @@ def sum_of_fp8(fmt: str, words, *, loc=None, ip=None):
             lines.append(first if i == 0 and half == "lo" else add)
     lines.append("mov.b32 {a, b}, sum; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;")
     operands = [Uint32(w).ir_value(loc=loc, ip=ip) for w in words]
-    pair = llvm.StructType.get_literal([T.f32(), T.f32()])
-    constraints = "=f,=f" + ",r" * len(words)
-    result = _asm(pair, operands, "{ " + " ".join(lines) + " }", constraints, loc, ip)
-    return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(2))
+    return _two_sums(operands, "{ " + " ".join(lines) + " }", loc, ip)
 
 
 @dsl_user_op
@@ -58,13 +55,18 @@ def sum_of_16bit(fmt: str, words, *, loc=None, ip=None):
     text = (
         f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $2; cvt.f32.{name} $0, a; cvt.f32.{name} $1, b; }}"
     )
-    pair = llvm.StructType.get_literal([T.f32(), T.f32()])
     total = Float32(0.0), Float32(0.0)
     for word in words:
-        result = _asm(pair, [Uint32(word).ir_value(loc=loc, ip=ip)], text, "=f,=f,r", loc, ip)
-        halves = [Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in (0, 1)]
-        total = cute.arch.add_packed_f32x2(total, tuple(halves))
+        halves = _two_sums([Uint32(word).ir_value(loc=loc, ip=ip)], text, loc, ip)
+        total = cute.arch.add_packed_f32x2(total, halves)
     return total
+
+
+def _two_sums(words, text, loc, ip):
+    """What an instruction makes of some words: two fp32 numbers."""
+    pair = llvm.StructType.get_literal([T.f32(), T.f32()])
+    result = _asm(pair, words, text, "=f,=f" + ",r" * len(words), loc, ip)
+    return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(2))
 
 
 def _f16_bits(power_of_two: float) -> int:

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
+from flash_attn_fp8.kernels.sm100.schedule import part_of
 
 
 @cute.jit
@@ -22,26 +23,22 @@ def fill_role(ctx: Context):
     before = starts[0]
     last = starts[starts.shape[0] - 1]
     rows = (before + total - last) * heads
-    index = ctx.first * WARP + cute.arch.lane_idx()
+    # By CTA, not by unit of work: the two of a pair share these as well.
+    index = cute.arch.block_idx()[0] * WARP + cute.arch.lane_idx()
     while index < rows * parts:
         part, rest = index // rows, index % rows
         row, head = rest // heads, rest % heads
         if row >= before:
             row += last - before
         _fill(ctx, part, row, head)
-        index += ctx.stride * WARP
+        index += cute.arch.grid_dim()[0] * WARP
 
 
 @cute.jit
 def _fill(ctx: Context, part: Int32, row: Int32, head: Int32):
-    split = ctx.geometry.spec.split
-    out, lse = ctx.tensors.out, ctx.tensors.lse
-    target = out[part, row, head, None] if const_expr(split) else out[row, head, None]
+    target = part_of(ctx, ctx.tensors.out, part)[row, head, None]
     zero = Float32(0.0).to(ctx.out_dtype)
     for i in cutlass.range_constexpr(ctx.geometry.head_dim_v):
         target[i] = zero
     if const_expr(ctx.geometry.spec.writes_lse):
-        if const_expr(split):
-            lse[part, head, row] = -Float32.inf
-        else:
-            lse[head, row] = -Float32.inf
+        part_of(ctx, ctx.tensors.lse, part)[head, row] = -Float32.inf

@@ -10,7 +10,7 @@ from functools import partial
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
@@ -38,7 +38,7 @@ from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.sm100.schedule import Schedule
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
-from flash_attn_fp8.kernels.sm100.tail import tail_role
+from flash_attn_fp8.kernels.sm100.tail import tail_role, zero_rows
 from flash_attn_fp8.kernels.sm100.token_scales import KINDS, token_scale_role
 from flash_attn_fp8.specs import TILE, Sm100Spec
 
@@ -255,16 +255,9 @@ class Sm100Forward:
     def _zero_unused_rows(self, buffers):
         """Rows of query tiles that no token has: the tensor core reads what TMA never writes."""
         g = self.geometry
-        words = g.chunk(g.head_dim) * g.element // 4
-        count = (TILE - g.rows) * words
-        start = cute.recast_ptr(buffers.q, dtype=Uint32)
-        for column in cutlass.range_constexpr(g.q_slots * g.head_dim // g.chunk(g.head_dim)):
-            unused = start + (column * TILE + g.rows) * words
-            unused = cute.make_tensor(unused, cute.make_layout(count))
-            word = cute.arch.thread_idx()[0]
-            while word < count:
-                unused[word] = Uint32(0)
-                word += THREADS
+        for slot in cutlass.range_constexpr(g.q_slots):
+            tile = buffers.q + slot * (TILE * g.head_dim)
+            zero_rows(g, tile, g.head_dim, g.rows, cute.arch.thread_idx()[0], THREADS)
         cute.arch.fence_view_async_shared()
 
 

@@ -102,6 +102,11 @@ class Geometry:
         """Rows of a query tile that are used."""
         return self.tokens * self.spec.group
 
+    @property
+    def unit_tokens(self) -> int:
+        """Query tokens of a unit of work, all CTAs' that share it."""
+        return self.q_stage * self.ctas * self.tokens
+
     def chunk(self, head_dim: int) -> int:
         """Elements of a row that lie together in shared memory: one swizzle row."""
         row = head_dim * self.element

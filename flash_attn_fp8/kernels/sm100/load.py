@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -11,6 +12,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.specs import TILE
 
 
@@ -79,17 +81,13 @@ class Loads(NamedTuple):
 @cute.jit
 def load_role(ctx: Context, loads: Loads):
     """Fill the rings, one unit of work after another."""
-    units, tiles = Int32(0), Int32(0)
-    index = ctx.first
-    while index < ctx.schedule.total:
-        work = ctx.schedule.work(index)
-        n = work.n_max - work.n_min
-        if n > 0:
-            _queries(ctx, loads, work, units)
-            _keys_and_values(ctx, loads, work, tiles)
-            units += 1
-            tiles += n
-        index += ctx.stride
+    each_unit(ctx, partial(_unit, ctx, loads))
+
+
+@cute.jit
+def _unit(ctx: Context, loads: cutlass.Constexpr, work, units: Int32, tiles: Int32):
+    _queries(ctx, loads, work, units)
+    _keys_and_values(ctx, loads, work, tiles)
 
 
 @cute.jit
@@ -114,7 +112,7 @@ def _queries(ctx: Context, loads: Loads, work, units: Int32):
 def _keys_and_values(ctx: Context, loads: Loads, work, tiles: Int32):
     g = ctx.geometry
     use = tiles * 2
-    n = work.n_max - work.n_min
+    n = work.tiles
     for ahead in cutlass.range_constexpr(g.lookahead):
         if ahead < n:
             _tile(ctx, loads.k, work, work.n_max - 1 - ahead, use, True)

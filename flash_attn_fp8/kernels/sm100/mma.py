@@ -8,6 +8,7 @@ tensor core executes in order of issue, so P has been read before it is overwrit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -18,6 +19,7 @@ from cutlass.cute.nvgpu import tcgen05
 from flash_attn_fp8.kernels.sm100.barriers import commit, warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import S_SLOTS
+from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.specs import TILE
 
 
@@ -67,22 +69,13 @@ def fragments(ctx: Context, products: Products, tmem) -> Fragments:
 @cute.jit
 def mma_role(ctx: Context, products: Products, f: Fragments):
     """Issue the products of one unit of work after another."""
-    units, tiles = Int32(0), Int32(0)
-    index = ctx.first
-    while index < ctx.schedule.total:
-        work = ctx.schedule.work(index)
-        n = work.n_max - work.n_min
-        if n > 0:
-            _unit(ctx, products, f, work, units, tiles)
-            units += 1
-            tiles += n
-        index += ctx.stride
+    each_unit(ctx, partial(_unit, ctx, products, f))
 
 
 @cute.jit
 def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, tiles: Int32):
     g, kv = ctx.geometry, ctx.barriers.kv
-    n = work.n_max - work.n_min
+    n = work.tiles
     use = tiles * 2  # of the ring of K and V tiles
     for stage in cutlass.range_constexpr(g.q_stage):
         ctx.barriers.q.wait_full(units * g.q_stage + stage)

@@ -7,15 +7,12 @@ warp's business (`token_scales.py`): K's multiplies the score, V's is folded int
 
 from __future__ import annotations
 
-import math
-
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.policy import LOG2E
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2)
 # A factor of 0 would make NaN of a masked score; this one leaves every score 0 as well.
 _SMALLEST = 2.0**-126
 

@@ -23,10 +23,10 @@ from flash_attn_fp8.specs import TILE
 class Work(NamedTuple):
     """A CTA's unit of work, or a pair's.
 
-    `head` is a KV head where heads are packed, else a query head.
-    Rows [token, token + schedule.tokens) of the sequence against key tiles [n_min, n_max); none
-    where the two are equal. `offset_q`, `offset_k` locate packed sequences; `extent_q` rows of the
-    output belong to the sequence, of which those from seqlen_q on are not in use.
+    `head` is a KV head where heads are packed, else a query head. Rows [token, token +
+    geometry.unit_tokens) of the sequence against key tiles [n_min, n_max); none where the two are
+    equal. `offset_q`, `offset_k` locate packed sequences; `extent_q` rows of the output belong to
+    the sequence, of which those from seqlen_q on are not in use.
     """
 
     token: Int32
@@ -40,6 +40,11 @@ class Work(NamedTuple):
     seqlen_k: Int32
     n_min: Int32
     n_max: Int32
+
+    @property
+    def tiles(self):
+        """Key tiles of the unit."""
+        return self.n_max - self.n_min
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,7 @@ class Schedule:
         dense = geometry.spec.traits.q_layout == "dense"
         heads = tensors.q.shape[2 if dense else 1] // geometry.spec.group
         batch = tensors.q.shape[0] if dense else tensors.cu_seqlens_q.shape[0] - 1
-        tokens = geometry.q_stage * geometry.ctas * geometry.tokens
-        m_blocks = cute.ceil_div(scalars.max_seqlen_q, tokens)
+        m_blocks = cute.ceil_div(scalars.max_seqlen_q, geometry.unit_tokens)
         lanes = heads * batch * scalars.num_splits
         return cls(geometry, tensors, scalars, heads, m_blocks, lanes, m_blocks * lanes, rank)
 
@@ -76,11 +80,6 @@ class Schedule:
     @property
     def traits(self):
         return self.geometry.spec.traits
-
-    @property
-    def tokens(self) -> int:
-        """Query tokens of a unit of work."""
-        return self.geometry.q_stage * self.geometry.ctas * self.geometry.tokens
 
     def row_tile(self, stage):
         """Which of a unit's query tiles this CTA's tile `stage` is."""
@@ -101,7 +100,7 @@ class Schedule:
         batch = lane // (self.scalars.num_splits * self.heads)
         offset_q, seqlen_q, extent_q = self._queries(batch)
         offset_k, seqlen_k = self._keys(batch)
-        token = m_block * self.tokens
+        token = m_block * self.geometry.unit_tokens
         n_min, n_max = self._key_tiles(token, seqlen_q, seqlen_k, split)
         return Work(
             token,
@@ -156,13 +155,9 @@ class Schedule:
 
     def _key_tiles(self, token, seqlen_q, seqlen_k, split):
         """Key tiles [n_min, n_max) that any row of the unit sees, in this split."""
-        last = cutlass.min(token + self.tokens, seqlen_q) - 1
-        shift = seqlen_k - seqlen_q
-        lo, hi = Int32(0), seqlen_k
-        if const_expr(self.traits.bounded_right):
-            hi = cutlass.min(hi, last + shift + self.scalars.window_right + 1)
-        if const_expr(self.traits.bounded_left):
-            lo = cutlass.max(lo, token + shift - self.scalars.window_left)
+        last = cutlass.min(token + self.geometry.unit_tokens, seqlen_q) - 1
+        lo, _ = self._band(token, seqlen_q, seqlen_k)
+        _, hi = self._band(last, seqlen_q, seqlen_k)
         n_min, n_max = lo // TILE, cute.ceil_div(cutlass.max(hi, 0), TILE)
         if const_expr(self.spec.split):
             tiles = self._tiles_per_split(seqlen_k)
@@ -179,8 +174,11 @@ class Schedule:
 
     def visible(self, token, work):
         """Keys [lo, hi) that token `token` of the unit's sequence sees."""
-        shift = work.seqlen_k - work.seqlen_q
-        lo, hi = Int32(0), work.seqlen_k
+        return self._band(token, work.seqlen_q, work.seqlen_k)
+
+    def _band(self, token, seqlen_q, seqlen_k):
+        shift = seqlen_k - seqlen_q
+        lo, hi = Int32(0), seqlen_k
         if const_expr(self.traits.bounded_right):
             hi = cutlass.min(hi, token + shift + self.scalars.window_right + 1)
         if const_expr(self.traits.bounded_left):
@@ -207,8 +205,28 @@ class Schedule:
         return token, head, exists
 
 
-def part_of(ctx, tensor, work):
-    """What the unit's split writes of a partial result; the whole tensor without splits."""
+@cute.jit
+def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr = None):
+    """Call `with_keys(work, units, tiles)` for one unit of work of this CTA after another.
+
+    `units` and `tiles` count the units and the key tiles before it, by which barriers are waited
+    for. A unit that no key is visible in counts for nothing: `without_keys(work)`, if given.
+    """
+    units, tiles = Int32(0), Int32(0)
+    index = ctx.first
+    while index < ctx.schedule.total:
+        work = ctx.schedule.work(index)
+        if work.tiles > 0:
+            with_keys(work, units, tiles)
+            units += 1
+            tiles += work.tiles
+        elif const_expr(without_keys is not None):
+            without_keys(work)
+        index += ctx.stride
+
+
+def part_of(ctx, tensor, split):
+    """What a split writes of a partial result; the whole tensor without splits."""
     if not ctx.geometry.spec.split:
         return tensor
-    return tensor[(work.split, *(None,) * (len(tensor.shape) - 1))]
+    return tensor[(split, *(None,) * (len(tensor.shape) - 1))]

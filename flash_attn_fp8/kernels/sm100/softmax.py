@@ -11,6 +11,7 @@ warps through shared memory. docs/numerics.md derives the formulas.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -37,15 +38,14 @@ from flash_attn_fp8.kernels.sm100.encode import (
 from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
 from flash_attn_fp8.kernels.sm100.mma import slot_and_use
 from flash_attn_fp8.kernels.sm100.scales import (
-    LN2,
-    LOG2E,
     is_uniform,
     output_factor,
     per_token,
     row_factor,
 )
-from flash_attn_fp8.kernels.sm100.schedule import Work, part_of
+from flash_attn_fp8.kernels.sm100.schedule import Work, each_unit, part_of
 from flash_attn_fp8.kernels.sm100.token_scales import K_FACTOR, V_INVERSE, V_LOG2
+from flash_attn_fp8.policy import LN2, LOG2E
 from flash_attn_fp8.specs import TILE
 
 _NEG_INF = -Float32.inf
@@ -67,24 +67,31 @@ class Row(NamedTuple):
 def softmax_role(ctx: Context, stage: Int32, tmem):
     """Rows of query tile `stage` of one unit of work after another."""
     thread = cute.arch.thread_idx()[0] % TILE
-    tiles = Int32(0)
-    index = ctx.first
-    while index < ctx.schedule.total:
-        work = ctx.schedule.work(index)
-        n = work.n_max - work.n_min
-        token, head, exists = ctx.schedule.query(work, stage, thread)
-        row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
-        if n > 0:
-            row = Row(tmem, work, stage, thread, row_factor(ctx, work, token, head))
-            row_max, row_sum, row_sum_quantized = _key_tiles(ctx, row, tiles)
-            tiles += n
-        normalizer, lse = _finish(ctx, work, head, row_max, row_sum, row_sum_quantized)
-        if n > 0:
-            _send(ctx, stage, thread, tiles - 1, normalizer)
-        if const_expr(ctx.geometry.spec.writes_lse):
-            if exists:
-                _write_lse(ctx, work, token, head, select(token < work.seqlen_q, lse, _NEG_INF))
-        index += ctx.stride
+    at = tmem, stage, thread
+    each_unit(ctx, partial(_unit, ctx, at), partial(_without_keys, ctx, stage, thread))
+
+
+@cute.jit
+def _unit(ctx, at: cutlass.Constexpr, work, units: Int32, tiles: Int32):
+    tmem, stage, thread = at
+    token, head, _ = ctx.schedule.query(work, stage, thread)
+    row = Row(tmem, work, stage, thread, row_factor(ctx, work, token, head))
+    state = _key_tiles(ctx, row, tiles)
+    normalizer, lse = _finish(ctx, work, head, state)
+    _send(ctx, stage, thread, tiles + work.tiles - 1, normalizer)
+    _write_lse(ctx, work, stage, thread, lse)
+
+
+@cute.jit
+def _without_keys(ctx, stage, thread, work):
+    _, head, _ = ctx.schedule.query(work, stage, thread)
+    _, lse = _finish(ctx, work, head, _nothing_seen())
+    _write_lse(ctx, work, stage, thread, lse)
+
+
+def _nothing_seen():
+    """(row_max, row_sum, row_sum_quantized) before the first tile."""
+    return Float32(_NEG_INF), Float32(0.0), Float32(0.0)
 
 
 @cute.jit
@@ -94,7 +101,7 @@ def _key_tiles(ctx, row, tiles):
     Those that some row of the query tile sees in part, then those that all rows see whole, whose
     code has no mask; with a bound on the left, again some that are seen in part.
     """
-    row_max, row_sum, row_sum_quantized = Float32(_NEG_INF), Float32(0.0), Float32(0.0)
+    row_max, row_sum, row_sum_quantized = _nothing_seen()
     work = row.work
     n_left, n_right = ctx.schedule.whole_tiles(work, row.stage)
     tile = tiles
@@ -164,34 +171,37 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
 @cute.jit
 def _to_log2(ctx, s, factor, scales):
     """Scores that are no plain multiple of x become x, in place; what is left to multiply."""
-    traits = ctx.traits
     if const_expr(ctx.geometry.scales_per_token):
-        one = Float32(1.0)
         for column in cutlass.range_constexpr(0, TILE, _SCALES_AT_ONCE):
             k_factor = _scales_of(scales, K_FACTOR, column)
             v_log2 = _scales_of(scales, V_LOG2, column)
             for i in cutlass.range_constexpr(0, _SCALES_AT_ONCE, 2):
+                of_keys = (k_factor[i], k_factor[i + 1]), (v_log2[i], v_log2[i + 1])
                 pair = s[column + i], s[column + i + 1]
-                multiplier = factor, factor
-                if const_expr(per_token(traits.k_descale)):
-                    multiplier = k_factor[i], k_factor[i + 1]
-                    if const_expr(not is_uniform(ctx)):
-                        pair = cute.arch.mul_packed_f32x2(pair, (factor, factor))
-                if const_expr(traits.softcap):
-                    pair = cute.arch.mul_packed_f32x2(pair, multiplier)
-                    pair = _capped(ctx, pair[0]), _capped(ctx, pair[1])
-                    multiplier = one, one
-                if const_expr(per_token(traits.v_descale)):
-                    pair = cute.arch.fma_packed_f32x2(pair, multiplier, (v_log2[i], v_log2[i + 1]))
-                elif const_expr(not traits.softcap):
-                    pair = cute.arch.mul_packed_f32x2(pair, multiplier)
-                s[column + i], s[column + i + 1] = pair
-        factor = one
-    elif const_expr(traits.softcap):
+                s[column + i], s[column + i + 1] = _scaled(ctx, pair, factor, *of_keys)
+        factor = Float32(1.0)
+    elif const_expr(ctx.traits.softcap):
         for i in cutlass.range_constexpr(TILE):
             s[i] = _capped(ctx, s[i] * factor)
         factor = Float32(1.0)
     return factor
+
+
+def _scaled(ctx, pair, factor, k_factor, v_log2):
+    """x of two scores whose keys have scales of their own: the last multiplication adds V's."""
+    traits = ctx.traits
+    multiplier = factor, factor
+    if per_token(traits.k_descale):
+        multiplier = k_factor
+        if not is_uniform(ctx):
+            pair = cute.arch.mul_packed_f32x2(pair, (factor, factor))
+    if traits.softcap:
+        pair = cute.arch.mul_packed_f32x2(pair, multiplier)
+        pair = _capped(ctx, pair[0]), _capped(ctx, pair[1])
+        multiplier = Float32(1.0), Float32(1.0)
+    if per_token(traits.v_descale):
+        return cute.arch.fma_packed_f32x2(pair, multiplier, v_log2)
+    return pair if traits.softcap else cute.arch.mul_packed_f32x2(pair, multiplier)
 
 
 def _scales_of(scales, kind: int, column: int):
@@ -316,8 +326,9 @@ def _send(ctx, stage, thread, message, value):
 
 
 @cute.jit
-def _finish(ctx, work, head, row_max, row_sum, row_sum_quantized):
+def _finish(ctx, work, head, state):
     """(what normalises the output, LSE). A row without keys: 0 and -inf, or the sink's share."""
+    row_max, row_sum, row_sum_quantized = state
     offset = ctx.traits.policy.max_offset
     total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
     top = select(row_max == _NEG_INF, Float32(0.0), row_max)
@@ -340,9 +351,13 @@ def _finish(ctx, work, head, row_max, row_sum, row_sum_quantized):
 
 
 @cute.jit
-def _write_lse(ctx, work, token, head, lse):
-    target = part_of(ctx, ctx.tensors.lse, work)
-    if const_expr(ctx.traits.q_layout == "varlen"):
-        target[head, work.offset_q + token] = lse
-    else:
-        target[work.batch, head, token] = lse
+def _write_lse(ctx, work, stage, thread, lse):
+    if const_expr(ctx.geometry.spec.writes_lse):
+        token, head, exists = ctx.schedule.query(work, stage, thread)
+        if exists:
+            lse = select(token < work.seqlen_q, lse, _NEG_INF)
+            target = part_of(ctx, ctx.tensors.lse, work.split)
+            if const_expr(ctx.traits.q_layout == "varlen"):
+                target[head, work.offset_q + token] = lse
+            else:
+                target[work.batch, head, token] = lse

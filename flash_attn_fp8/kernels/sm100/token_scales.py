@@ -10,6 +10,8 @@ key; those that a spec has no use for are never read.
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -18,6 +20,7 @@ from flash_attn_fp8.kernels.sm100.barriers import arrive
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import WARP
 from flash_attn_fp8.kernels.sm100.scales import is_uniform, per_token, row_factor
+from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.specs import TILE
 
 K_FACTOR, V_LOG2, V_INVERSE = range(3)
@@ -27,24 +30,21 @@ KINDS = 3
 @cute.jit
 def token_scale_role(ctx: Context):
     """Fill the ring, a slot for each key tile of one unit of work after another."""
+    each_unit(ctx, partial(_unit, ctx))
+
+
+@cute.jit
+def _unit(ctx: Context, work, units: Int32, tiles: Int32):
     ring = ctx.barriers.token_scales
-    tiles = Int32(0)
-    index = ctx.first
-    while index < ctx.schedule.total:
-        work = ctx.schedule.work(index)
-        n = work.n_max - work.n_min
-        if n > 0:
-            factor = Float32(1.0)
-            if const_expr(is_uniform(ctx)):
-                factor = row_factor(ctx, work, work.token, work.head * ctx.geometry.spec.group)
-            for i in cutlass.range(n, unroll=1):
-                use = tiles + i
-                ring.wait_empty(use)
-                for key in cutlass.range_constexpr(0, TILE, WARP):
-                    _key(ctx, work, work.n_max - 1 - i, key + cute.arch.lane_idx(), use, factor)
-                arrive(ring.full(use))
-            tiles += n
-        index += ctx.stride
+    factor = Float32(1.0)
+    if const_expr(is_uniform(ctx)):
+        factor = row_factor(ctx, work, work.token, work.head * ctx.geometry.spec.group)
+    for i in cutlass.range(work.tiles, unroll=1):
+        use = tiles + i
+        ring.wait_empty(use)
+        for key in cutlass.range_constexpr(0, TILE, WARP):
+            _key(ctx, work, work.n_max - 1 - i, key + cute.arch.lane_idx(), use, factor)
+        arrive(ring.full(use))
 
 
 @cute.jit

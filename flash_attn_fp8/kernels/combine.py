@@ -1,7 +1,8 @@
 """Merges the partial results of splits: a warp a row of a head, on any architecture.
 
 With w_i = exp(lse_i - max lse): out = sum w_i out_i / sum w_i, lse = max lse + log sum w_i. A part
-without keys has lse -inf: it weighs nothing, and what its output holds is not read.
+without keys has lse -inf: it weighs nothing, and what its output holds is not read. Where one part
+has all the weight, out and lse are that part's, to the bit.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Combine:
         self._merge(t, partial, lse_partial, out, lane, top, total)
         if const_expr(self.spec.lse):
             if lane == 0:
-                lse = (top + cute.math.log2(total, fastmath=True)) * LN2
+                lse = top + cute.math.log2(total, fastmath=True) * LN2
                 if const_expr(self.spec.varlen):
                     t.lse[head, row] = lse
                 else:
@@ -75,7 +76,7 @@ class Combine:
         merged = cute.make_rmem_tensor(cute.make_layout(count), Float32)
         merged.fill(0.0)
         for part in cutlass.range(lse_partial.shape[0], unroll=1):
-            weight = cute.math.exp2(lse_partial[part] * LOG2E - top, fastmath=True)
+            weight = cute.math.exp2((lse_partial[part] - top) * LOG2E, fastmath=True)
             if weight != 0.0:
                 for i in cutlass.range_constexpr(count):
                     merged[i] = merged[i] + weight * partial[part, i * WARP + lane]
@@ -92,15 +93,15 @@ class Combine:
 
 @cute.jit
 def _weights(lse_partial, lane):
-    """(largest lse in log2 units, 0 where there are no keys; sum of 2 ** (lse - it))."""
+    """(largest lse, 0 where there are no keys; sum of exp(lse - it))."""
     top, part = Float32(_NEG_INF), lane
     while part < lse_partial.shape[0]:
-        top = cute.arch.fmax(top, lse_partial[part] * LOG2E)
+        top = cute.arch.fmax(top, lse_partial[part])
         part += WARP
     top = cute.arch.warp_reduction(top, cute.arch.fmax)
     top = select(top == _NEG_INF, Float32(0.0), top)
     total, part = Float32(0.0), lane
     while part < lse_partial.shape[0]:
-        total += cute.math.exp2(lse_partial[part] * LOG2E - top, fastmath=True)
+        total += cute.math.exp2((lse_partial[part] - top) * LOG2E, fastmath=True)
         part += WARP
     return top, cute.arch.warp_reduction(total, lambda a, b: a + b)

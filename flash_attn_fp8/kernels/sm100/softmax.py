@@ -332,22 +332,31 @@ def _finish(ctx, work, head, state):
     offset = ctx.traits.policy.max_offset
     total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
     top = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
     rescale = Float32(1.0)
     if const_expr(ctx.traits.sink):
         # Of the splits, the first one counts the sink.
-        sink = cute.arch.fmin(Float32(ctx.tensors.sink[head]) * LOG2E, Float32(FP32.max))
+        logit = Float32(ctx.tensors.sink[head])
         if const_expr(ctx.geometry.spec.split):
-            sink = select(work.split == 0, sink, _NEG_INF)
+            logit = select(work.split == 0, logit, _NEG_INF)
+        lse = _log_add_exp(lse, logit)
+        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max))
         highest = cute.arch.fmax(row_max, sink)
         top = select(highest == _NEG_INF, Float32(0.0), highest)
         rescale = cute.math.exp2(row_max - top, fastmath=True)
-        in_sink = cute.math.exp2(sink - top + offset, fastmath=True)
-        total = total * rescale + in_sink
-        row_sum = row_sum * rescale + in_sink
+        total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     inverse = select(total == total, inverse, total)  # NaN comes out as NaN
-    lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
     return rescale * inverse * output_factor(ctx, work), lse
+
+
+@cute.jit
+def _log_add_exp(a, b):
+    """log(exp a + exp b), in natural units so that one beside -inf is returned to the bit."""
+    high, low = cute.arch.fmax(a, b, nan=True), cute.arch.fmin(a, b)
+    finite = select(high == _NEG_INF, Float32(0.0), high)
+    ratio = cute.math.exp2((low - finite) * LOG2E, fastmath=True)
+    return high + cute.math.log2(1.0 + ratio, fastmath=True) * LN2
 
 
 @cute.jit

@@ -7,6 +7,7 @@ the same code, whatever their sizes. Standard library only, so that planning loa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flash_attn_fp8.problem import Traits
 
@@ -40,22 +41,84 @@ class Sm100Spec:
     @property
     def combine(self) -> CombineSpec:
         """The kernel that merges the parts of this one's results."""
-        traits = self.traits
-        return CombineSpec(
-            out_format=traits.out_format,
-            head_dim_v=traits.head_dim_v,
-            varlen=traits.q_layout == "varlen",
-            lse=traits.lse,
-            output_scale=traits.output_scale,
-        )
+        return _combine(self.traits, False)
 
 
 @dataclass(frozen=True)
 class CombineSpec:
-    """The kernel that merges the partial results of splits."""
+    """The kernel that merges the partial results of splits.
+
+    With `overlaps` (sm_90 on) it is launched while the kernel before it ends, and waits for that.
+    """
 
     out_format: str
     head_dim_v: int
     varlen: bool
     lse: bool
     output_scale: bool
+    overlaps: bool = False
+
+
+@dataclass(frozen=True)
+class CacheTile:
+    """How a CTA of the cache kernel divides its rows and keys among warps.
+
+    A warp has `m_tiles` times 16 rows (query heads of a KV head, and query tokens), and takes
+    `n_block` keys at a time. `m_warps` warps of different rows share a ring of `stages` tiles;
+    `key_warps` such groups take key tiles in turn, and merge at the end.
+    """
+
+    m_warps: int
+    m_tiles: int
+    key_warps: int
+    n_block: int
+    stages: int
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a CTA."""
+        return ROWS_PER_MMA * self.m_tiles * self.m_warps
+
+
+ROWS_PER_MMA = 16  # of mma.m16n8k16
+Selection = Literal["tokens", "pages"]
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The kernel for 16-bit queries over a cache of 8-bit codes, or of 16-bit numbers; any GPU.
+
+    `selection`: of each (sequence, KV head) only chosen tokens, or chosen pages, are read.
+    `has_fp8`: the architecture converts fp8 (sm_89 on). `overlaps`: see `CombineSpec`.
+    """
+
+    traits: Traits
+    tile: CacheTile
+    split: bool = False
+    selection: Selection | None = None
+    has_fp8: bool = True
+    overlaps: bool = True
+
+    @property
+    def out_format(self) -> str:
+        return "fp32" if self.split else self.traits.out_format
+
+    @property
+    def writes_lse(self) -> bool:
+        return self.split or self.traits.lse
+
+    @property
+    def combine(self) -> CombineSpec:
+        """The kernel that merges the parts of this one's results."""
+        return _combine(self.traits, self.overlaps)
+
+
+def _combine(traits: Traits, overlaps: bool) -> CombineSpec:
+    return CombineSpec(
+        out_format=traits.out_format,
+        head_dim_v=traits.head_dim_v,
+        varlen=traits.q_layout == "varlen",
+        lse=traits.lse,
+        output_scale=traits.output_scale,
+        overlaps=overlaps,
+    )

@@ -11,11 +11,12 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from flash_attn_fp8.kernels.cached import operands as cached
 from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
 from flash_attn_fp8.problem import Descale
-from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import CacheSpec, CombineSpec, Sm100Spec
 
 ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
 
@@ -44,6 +45,33 @@ def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
         output_scale=_small(Float32, 1) if traits.output_scale else None,
     )
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
+
+
+def cache_signature(spec: CacheSpec) -> tuple[cached.Tensors, cached.Scalars]:
+    """The arguments of `CacheForward(spec)`, without the stream."""
+    traits = spec.traits
+    rank_q = 3 if traits.q_layout == "varlen" else 4
+    rank_kv = 3 if traits.kv_layout == "varlen" else 4
+    parts = int(spec.split)
+    tensors = cached.Tensors(
+        q=_rows(traits.q_format, rank_q, traits.head_dim),
+        k=_rows(traits.kv_format, rank_kv, traits.head_dim),
+        v=_rows(traits.kv_format, rank_kv, traits.head_dim_v),
+        out=_rows(spec.out_format, rank_q + parts, traits.head_dim_v),
+        lse=_small(Float32, rank_q - 1 + parts) if spec.writes_lse else None,
+        cu_seqlens_q=_small(Int32, 1) if traits.q_layout == "varlen" else None,
+        cu_seqlens_k=_small(Int32, 1) if traits.kv_layout == "varlen" else None,
+        seqused_q=_small(Int32, 1) if traits.seqused_q else None,
+        seqused_k=_small(Int32, 1) if traits.seqused_k else None,
+        page_table=_small(Int32, 2) if traits.kv_layout == "paged" else None,
+        sink=_small(Float32, 1) if traits.sink else None,
+        k_descale=_scale(traits.k_descale, rank_kv),
+        v_descale=_scale(traits.v_descale, rank_kv),
+        output_scale=_small(Float32, 1) if traits.output_scale else None,
+        selection=_small(Int32, 3) if spec.selection is not None else None,
+        selection_lens=_small(Int32, 2) if spec.selection is not None else None,
+    )
+    return tensors, cached.Scalars(*(t(0) for t in cached.Scalars.__annotations__.values()))
 
 
 def combine_signature(spec: CombineSpec) -> CombineTensors:

@@ -19,6 +19,7 @@ from flash_attn_fp8.specs import CombineSpec
 
 WARP = 32
 WARPS = 4
+_AT_ONCE = 8  # parts whose loads are in flight
 _NEG_INF = -Float32.inf
 
 
@@ -35,12 +36,17 @@ class Combine:
         rows = cute.size(tensors.out) // self.spec.head_dim_v
         self.kernel.set_name_prefix("flash_attn_fp8_combine")
         self.kernel(tensors, rows).launch(
-            grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(WARPS * WARP, 1, 1), stream=stream
+            grid=(cute.ceil_div(rows, WARPS), 1, 1),
+            block=(WARPS * WARP, 1, 1),
+            stream=stream,
+            use_pdl=self.spec.overlaps,
         )
 
     @cute.kernel
     def kernel(self, tensors: CombineTensors, rows: Int32):
         """Device code."""
+        if const_expr(self.spec.overlaps):
+            cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
         index = cute.arch.block_idx()[0] * WARPS + thread // WARP
         if index < rows:
@@ -75,11 +81,13 @@ class Combine:
         count = self.spec.head_dim_v // WARP
         merged = cute.make_rmem_tensor(cute.make_layout(count), Float32)
         merged.fill(0.0)
-        for part in cutlass.range(lse_partial.shape[0], unroll=1):
-            weight = cute.math.exp2((lse_partial[part] - top) * LOG2E, fastmath=True)
-            if weight != 0.0:
-                for i in cutlass.range_constexpr(count):
-                    merged[i] = merged[i] + weight * partial[part, i * WARP + lane]
+        parts = lse_partial.shape[0]
+        for first in cutlass.range(0, parts, WARP, unroll=1):
+            weight = Float32(0.0)  # of a part for each lane
+            if first + lane < parts:
+                weight = _weight(lse_partial[first + lane], top)
+            for some in cutlass.range(0, cutlass.min(parts - first, WARP), _AT_ONCE, unroll=1):
+                self._add(merged, partial, weight, first, some, lane)
         factor = select(total == 0.0, Float32(0.0), 1.0 / total)
         if const_expr(self.spec.output_scale):
             factor = factor / t.output_scale[0]
@@ -88,7 +96,29 @@ class Combine:
             merged[i] = merged[i] * factor
         converted.store(merged.load().to(self.out_dtype))
         for i in cutlass.range_constexpr(count):
-            out[i * WARP + lane] = converted[i]
+            out[lane * count + i] = converted[i]
+
+    @cute.jit
+    def _add(self, merged, partial, weight, first, some, lane):
+        """Add parts from first + some on: all are asked for before the first is waited for."""
+        count = self.spec.head_dim_v // WARP
+        loaded = cute.make_rmem_tensor(cute.make_layout((count, _AT_ONCE)), Float32)
+        loaded.fill(0.0)
+        weights = [cute.arch.shuffle_sync(weight, some + i) for i in range(_AT_ONCE)]
+        for i in cutlass.range_constexpr(_AT_ONCE):
+            if weights[i] != 0.0:
+                row = partial[first + some + i, None]
+                row = cute.logical_divide(row, cute.make_layout(count))
+                cute.autovec_copy(row[None, lane], loaded[None, i])
+        for i in cutlass.range_constexpr(_AT_ONCE):
+            for j in cutlass.range_constexpr(count):
+                merged[j] = merged[j] + weights[i] * loaded[j, i]
+
+
+def _weight(lse, top):
+    # An infinite sink makes both infinite, and their difference NaN.
+    below = select(lse == top, Float32(0.0), lse - top)
+    return cute.math.exp2(below * LOG2E, fastmath=True)
 
 
 @cute.jit
@@ -102,6 +132,6 @@ def _weights(lse_partial, lane):
     top = select(top == _NEG_INF, Float32(0.0), top)
     total, part = Float32(0.0), lane
     while part < lse_partial.shape[0]:
-        total += cute.math.exp2((lse_partial[part] - top) * LOG2E, fastmath=True)
+        total += _weight(lse_partial[part], top)
         part += WARP
     return top, cute.arch.warp_reduction(total, lambda a, b: a + b)

@@ -14,7 +14,8 @@ def combine(out_partial: Tensor, lse_partial: Tensor) -> tuple[Tensor, Tensor]:
     """Merge out_partial (splits, ..., dv) and lse_partial (splits, ...), natural log, in fp32."""
     top = lse_partial.amax(0)
     finite = torch.where(top.isneginf(), 0.0, top)
-    weight = torch.exp(lse_partial - finite)
+    # An infinite sink makes both infinite, and their difference NaN.
+    weight = torch.exp(torch.where(lse_partial == finite, 0.0, lse_partial - finite))
     total = weight.sum(0)
     weight = weight / torch.where(total == 0, 1.0, total)
     # An empty split's output is whatever its buffer held: a weight of 0 must hide NaN too.

@@ -27,7 +27,7 @@ from flash_attn_fp8.kernels.sm100.barriers import (
     warp_arrives_at_leader,
 )
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.encode import (
+from flash_attn_fp8.kernels.encode import (
     SUM_SCALE,
     SUMMED_WORDS,
     exp2_by_fma,

@@ -9,6 +9,8 @@ from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from flash_attn_fp8.kernels.ptx import asm
+
 # Ties to even, saturating to the largest finite value in fp8: what the tensor core will read.
 _PACK8 = "{{ .reg .b16 lo, hi; cvt.rn.satfinite.{fmt}x2.f32 lo, $2, $1; "
 _PACK8 += "cvt.rn.satfinite.{fmt}x2.f32 hi, $4, $3; mov.b32 $0, {{lo, hi}}; }}"
@@ -21,7 +23,7 @@ def packed(fmt: str, values, *, loc=None, ip=None) -> Uint32:
     """A 32-bit word of P: four values in fp8, or two in 16 bits; the first in the lowest bits."""
     text = (_PACK8 if len(values) == 4 else _PACK16).format(fmt=_PTX_NAMES[fmt])
     operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in values]
-    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * len(operands), loc, ip))
+    return Uint32(asm(T.i32(), operands, text, "=r" + ",f" * len(operands), loc, ip))
 
 
 # Sums of fp8 are taken in f16x2, e5m2's at this scale: f16 could not add up its largest values.
@@ -65,26 +67,12 @@ def sum_of_16bit(fmt: str, words, *, loc=None, ip=None):
 def _two_sums(words, text, loc, ip):
     """What an instruction makes of some words: two fp32 numbers."""
     pair = llvm.StructType.get_literal([T.f32(), T.f32()])
-    result = _asm(pair, words, text, "=f,=f" + ",r" * len(words), loc, ip)
+    result = asm(pair, words, text, "=f,=f" + ",r" * len(words), loc, ip)
     return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(2))
 
 
 def _f16_bits(power_of_two: float) -> int:
     return (15 + round(math.log2(power_of_two))) << 10
-
-
-def _asm(result, operands, text, constraints, loc, ip):
-    return llvm.inline_asm(
-        result,
-        operands,
-        text,
-        constraints,
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
 
 
 # 2**f on [-1/2, 1/2] by a quartic that is 1 at 0, minimax in relative error: 2.9e-6.

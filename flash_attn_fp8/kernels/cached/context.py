@@ -1,0 +1,210 @@
+"""Which rows and keys a CTA of the cache kernel has, and what its parts are handed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+from cutlass import select_ as select
+
+from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
+from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
+from flash_attn_fp8.problem import Traits
+from flash_attn_fp8.specs import ROWS_PER_MMA, TILE
+
+
+class Work(NamedTuple):
+    """Rows from `row` on of a sequence's KV head, against keys [first, last) of it.
+
+    A row is a query token and head: row r is token r // group. Where only chosen keys are read,
+    `first` and `last` count them.
+    """
+
+    row: Int32
+    kv_head: Int32
+    batch: Int32
+    split: Int32
+    offset_q: Int32
+    seqlen_q: Int32
+    extent_q: Int32
+    offset_k: Int32
+    seqlen_k: Int32
+    first: Int32
+    last: Int32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows, or scales, of one KV head: addresses by page and slot. Strides in bytes.
+
+    Strides have 32 bits, so that a product is one instruction; what is the same for all keys of
+    the work is in `start`.
+    """
+
+    start: Int64
+    page_stride: Int32
+    stride: Int32
+
+    @classmethod
+    def of(cls, x: cute.Tensor, work: Work, axes: int, paged: bool) -> Rows:
+        """Of (b or page, s, h[, d]) or (total, h[, d]); `axes` from the slots' to the last."""
+        size, strides = x.element_type.width // 8, x.stride
+        first = len(strides) - axes
+        offset = Int64(work.kv_head) * strides[first + 1]
+        page_stride = Int32(0)
+        if first == 0:
+            offset += Int64(work.offset_k) * strides[0]
+        elif paged:
+            page_stride = Int32(strides[0] * size)
+        else:
+            offset += Int64(work.batch) * strides[0]
+        start = x.iterator.toint() + offset * size
+        return cls(start, page_stride, Int32(strides[first] * size))
+
+    def address(self, page, within):
+        """Of a row."""
+        return self.start + _wide(page, self.page_stride) + _wide(within, self.stride)
+
+
+def _wide(a: Int32, b: Int32):
+    return Int64(a) * Int64(b)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tensors, shared memory, and where in the CTA a thread is.
+
+    `key_warp`: which group of warps, `m_warp`: which warp of it.
+    """
+
+    geometry: CacheGeometry
+    out_dtype: object
+    tensors: Tensors
+    scalars: Scalars
+    work: Work
+    k: Rows
+    v: Rows
+    k_scales: Rows | None
+    v_scales: Rows | None
+    rings: cute.Pointer
+    queries: cute.Pointer | None
+    key_warp: Int32
+    m_warp: Int32
+    lane: Int32
+
+    @property
+    def spec(self):
+        return self.geometry.spec
+
+    @property
+    def traits(self) -> Traits:
+        return self.geometry.spec.traits
+
+    def query(self, m_tile: int, half: int, lane=None):
+        """(token, query head) of a row: `half` 0 or 1 of the rows that a lane has of an MMA."""
+        lane = self.lane if lane is None else lane
+        group = self.traits.q_heads_per_kv_head
+        tile = self.m_warp * self.spec.tile.m_tiles + m_tile
+        row = self.work.row + tile * ROWS_PER_MMA + half * 8 + lane // 4
+        return row // group, self.work.kv_head * group + row % group
+
+    def visible(self, token):
+        """Keys [lo, hi) that a token sees: none past the sequence's last query."""
+        lo, hi = band(self.traits, self.scalars, token, self.work.seqlen_q, self.work.seqlen_k)
+        return lo, select(token < self.work.seqlen_q, hi, Int32(0))
+
+
+def band(traits: Traits, scalars: Scalars, token, seqlen_q, seqlen_k):
+    """Keys [lo, hi) of a sequence that its query `token` sees; the ends are aligned."""
+    shift = seqlen_k - seqlen_q
+    lo, hi = Int32(0), seqlen_k
+    if traits.bounded_right:
+        hi = cutlass.min(hi, token + shift + scalars.window_right + 1)
+    if traits.bounded_left:
+        lo = cutlass.max(lo, token + shift - scalars.window_left)
+    return lo, hi
+
+
+@cute.jit
+def work_of(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, index: Int32) -> Work:
+    """The work of CTA number `index`: KV heads are neighbours, whose scales share sectors."""
+    spec = geometry.spec
+    traits, block_m = spec.traits, spec.tile.block_m
+    heads = t.k.shape[len(t.k.shape) - 2]
+    m_blocks = cute.ceil_div(scalars.max_seqlen_q * traits.q_heads_per_kv_head, block_m)
+    kv_head, rest = index % heads, index // heads
+    split, rest = rest % scalars.num_splits, rest // scalars.num_splits
+    # Causal: the last rows see most keys, so they come first.
+    m_block, batch = m_blocks - 1 - rest % m_blocks, rest // m_blocks
+    offset_q, seqlen_q, extent_q = _queries(t, batch)
+    offset_k, seqlen_k = _keys(t, batch)
+    row = m_block * block_m
+    work = Work(
+        row, kv_head, batch, split, offset_q, seqlen_q, extent_q, offset_k, seqlen_k,
+        Int32(0), Int32(0),
+    )  # fmt: skip
+    first, last = _range(geometry, t, scalars, work)
+    return work._replace(first=first, last=last)
+
+
+def _queries(t: Tensors, batch):
+    if const_expr(t.cu_seqlens_q is not None):
+        offset = t.cu_seqlens_q[batch]
+        length = t.cu_seqlens_q[batch + 1] - offset
+    else:
+        offset, length = Int32(0), Int32(t.q.shape[1])
+    used = length
+    if const_expr(t.seqused_q is not None):
+        used = t.seqused_q[batch]
+    return offset, used, length
+
+
+def _keys(t: Tensors, batch):
+    offset = Int32(0)
+    if const_expr(t.cu_seqlens_k is not None):
+        offset = t.cu_seqlens_k[batch]
+        length = t.cu_seqlens_k[batch + 1] - offset
+    elif const_expr(t.page_table is not None):
+        length = Int32(t.page_table.shape[1]) * Int32(t.k.shape[1])
+    else:
+        length = Int32(t.k.shape[1])
+    if const_expr(t.seqused_k is not None):
+        length = t.seqused_k[batch]
+    return offset, length
+
+
+@cute.jit
+def _range(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, work):
+    """Keys [first, last) that any row of the CTA sees, in this split."""
+    spec = geometry.spec
+    traits, group = spec.traits, spec.traits.q_heads_per_kv_head
+    token = work.row // group
+    last_token = cutlass.min((work.row + spec.tile.block_m - 1) // group, work.seqlen_q - 1)
+    length = work.seqlen_k
+    if const_expr(spec.selection is not None):
+        first, last = Int32(0), _chosen(spec, t, work)
+        length = last
+    else:
+        first, _ = band(traits, scalars, token, work.seqlen_q, work.seqlen_k)
+        _, last = band(traits, scalars, last_token, work.seqlen_q, work.seqlen_k)
+    if const_expr(spec.split):
+        equal = cute.ceil_div(cute.ceil_div(length, TILE), scalars.num_splits) * TILE
+        keys = select(scalars.keys_per_split > 0, scalars.keys_per_split, equal)
+        first = cutlass.max(first, work.split * keys)
+        last = cutlass.min(last, (work.split + 1) * keys)
+    return first, select(token < work.seqlen_q, last, first)
+
+
+def _chosen(spec, t: Tensors, work):
+    """How many keys are chosen for a sequence and KV head."""
+    count = Int32(t.selection.shape[2])
+    if const_expr(t.selection_lens is not None):
+        count = t.selection_lens[work.batch, work.kv_head]
+    if spec.selection == "pages":
+        count = count * Int32(t.k.shape[1])
+    return count
+
+

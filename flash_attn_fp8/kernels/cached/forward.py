@@ -1,0 +1,120 @@
+"""The cache kernel: 16-bit queries over a quantised KV cache; decode, extend, chosen cells.
+
+docs/kernel_cache.md has the data flow. Any GPU from sm_80 on: asynchronous copies, `mma.sync`.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.memory import SmemAllocator
+
+from flash_attn_fp8.kernels.cached.attend import attend, new_state
+from flash_attn_fp8.kernels.cached.codes import bias_log2
+from flash_attn_fp8.kernels.cached.context import Context, Rows, work_of
+from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
+from flash_attn_fp8.kernels.cached.merge import finish, scale_of
+from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.cached.queries import load_queries, shared_queries
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.policy import LOG2E
+from flash_attn_fp8.specs import CacheSpec
+
+
+class CacheForward:
+    """The kernel of one spec."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.geometry = CacheGeometry(spec)
+
+    @cute.jit
+    def __call__(self, tensors: Tensors, scalars: Scalars, stream):
+        """Host code: the launch."""
+        group, tile = self.spec.traits.q_heads_per_kv_head, self.spec.tile
+        batch = tensors.q.shape[0]
+        if const_expr(tensors.cu_seqlens_q is not None):
+            batch = tensors.cu_seqlens_q.shape[0] - 1
+        heads = tensors.k.shape[len(tensors.k.shape) - 2]
+        m_blocks = cute.ceil_div(scalars.max_seqlen_q * group, tile.block_m)
+        ctas = heads * m_blocks * scalars.num_splits * batch
+        self.kernel.set_name_prefix("flash_attn_fp8_cache_forward")
+        self.kernel(tensors, scalars).launch(
+            grid=(cutlass.max(ctas, 1), 1, 1),
+            block=(self.geometry.threads, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: Tensors, scalars: Scalars):
+        """Device code."""
+        if const_expr(self.spec.split and self.spec.overlaps):
+            cute.arch.griddepcontrol_launch_dependents()  # they wait for this grid's end
+        ctx = self._context(tensors, scalars)
+        state = new_state(ctx)
+        attend(ctx, self._queries, state)
+        finish(ctx, state)
+
+    def _context(self, tensors, scalars) -> Context:
+        g = self.geometry
+        smem = SmemAllocator()
+        rings = smem.allocate_array(cutlass.Uint8, g.rings_bytes, byte_alignment=128)
+        queries = None
+        if g.q_in_shared_memory:
+            queries = smem.allocate_array(cutlass.Uint8, g.q_bytes, byte_alignment=128)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        work = work_of(g, tensors, scalars, cute.arch.block_idx()[0])
+        paged = tensors.page_table is not None
+        per_token = g.scales_per_token
+        scales = [
+            Rows.of(x, work, 2, paged) if of_key else None
+            for x, of_key in zip((tensors.k_descale, tensors.v_descale), per_token, strict=True)
+        ]
+        return Context(
+            geometry=g,
+            out_dtype=DTYPES[self.spec.out_format],
+            tensors=tensors,
+            scalars=scalars,
+            work=work,
+            k=Rows.of(tensors.k, work, 3, paged),
+            v=Rows.of(tensors.v, work, 3, paged),
+            k_scales=scales[0],
+            v_scales=scales[1],
+            rings=rings,
+            queries=queries,
+            key_warp=warp // self.spec.tile.m_warps,
+            m_warp=warp % self.spec.tile.m_warps,
+            lane=cute.arch.lane_idx(),
+        )
+
+    @cute.jit
+    def _queries(self, ctx: Context):
+        """(fragments (4, k_steps, m_tiles), factor of scores to log2 units (half, m_tile))."""
+        g, m_tiles = self.geometry, self.spec.tile.m_tiles
+        factors = cute.make_rmem_tensor(cute.make_layout((2, m_tiles)), Float32)
+        common = self._score_factor(ctx)
+        if const_expr(g.q_in_shared_memory):
+            queries = shared_queries(ctx)
+        else:
+            layout = cute.make_layout((4, g.k_steps, m_tiles))
+            queries = cute.make_rmem_tensor(layout, cutlass.Uint32)
+        for m in cutlass.range_constexpr(m_tiles):
+            fragment, of_rows = load_queries(ctx, m)
+            for half in cutlass.range_constexpr(2):
+                factors[half, m] = of_rows[half] * common
+            for step in cutlass.range_constexpr(g.k_steps):
+                cute.autovec_copy(fragment[None, step], queries[None, step, m])
+        return queries, factors
+
+    @cute.jit
+    def _score_factor(self, ctx: Context):
+        """softmax_scale, and K's scale where it has none for each token; log2 e but for softcap."""
+        traits = self.spec.traits
+        kind = traits.k_descale
+        factor = ctx.scalars.softmax_scale * 2.0 ** -bias_log2(traits.kv_format, self.spec.has_fp8)
+        if const_expr(kind is not None and not kind.per_token):
+            factor = factor * scale_of(ctx, kind.granularity, ctx.tensors.k_descale)
+        if const_expr(not traits.softcap):
+            factor = factor * LOG2E
+        return factor

@@ -1,0 +1,232 @@
+"""Key tiles from global to shared memory: asynchronous copies, some tiles ahead.
+
+Where the keys of a paged cache lie is found out a tile before they are asked for, and which keys
+are chosen a tile before that, each lane for the keys with its number (`Place`): so the loads that
+this takes are waited for by nobody. The lanes that copy a row ask the lane that knows. Keys that do
+not count are filled with zeros: what lies in unused slots is never read.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import select_ as select
+from cutlass.cutlass_dsl import dsl_user_op
+
+from flash_attn_fp8.kernels.cached.context import Context
+from flash_attn_fp8.kernels.cached.geometry import CHUNK, WARP, Operand
+from flash_attn_fp8.kernels.ptx import asm
+
+INDEX = 2  # of a key's numbers in shared memory, behind K's scale and V's
+_NO_KEY = -1
+# Of a place: page, slot in it, number of the token (_NO_KEY: it does not count); next chosen entry.
+_PAGE, _WITHIN, _TOKEN, _CHOSEN = range(4)
+
+
+def new_place(ctx: Context):
+    """Where the keys of a tile lie, (what, number of the lane's key)."""
+    per_lane = -(-ctx.spec.tile.n_block // WARP)
+    return cute.make_rmem_tensor(cute.make_layout((4, per_lane)), Int32)
+
+
+@cute.jit
+def choose(ctx: Context, n_block: Int32, place):
+    """Ask which tokens the keys of tile `n_block` are."""
+    if const_expr(ctx.spec.selection is not None):
+        chosen = ctx.tensors.selection[ctx.work.batch, ctx.work.kv_head, None]
+        for number in cutlass.range_constexpr(place.shape[1]):
+            entry = _counted(ctx, _key(ctx, n_block, number))
+            if const_expr(ctx.spec.selection == "pages"):
+                entry = entry // Int32(ctx.tensors.k.shape[1])
+            place[_CHOSEN, number] = chosen[entry]
+
+
+@cute.jit
+def locate(ctx: Context, n_block: Int32, place):
+    """Ask where the keys of tile `n_block` lie; those chosen are there."""
+    if const_expr(_has_places(ctx)):
+        for number in cutlass.range_constexpr(place.shape[1]):
+            token = _counted(ctx, _key(ctx, n_block, number))
+            if const_expr(ctx.spec.selection is not None):
+                token = _chosen_token(ctx, _key(ctx, n_block, number), place[_CHOSEN, number])
+                place[_TOKEN, number] = token
+                token = cutlass.max(token, 0)
+            place[_WITHIN, number] = token
+            if const_expr(ctx.tensors.page_table is not None):
+                page_size = Int32(ctx.tensors.k.shape[1])
+                page = token // page_size
+                place[_WITHIN, number] = token - page * page_size
+                # Nothing is done with it here, or the warp would wait.
+                place[_PAGE, number] = ctx.tensors.page_table[ctx.work.batch, page]
+
+
+def _has_places(ctx) -> bool:
+    """Whether keys lie elsewhere than one after another."""
+    return ctx.tensors.page_table is not None or ctx.spec.selection is not None
+
+
+def _key(ctx, n_block, number: int):
+    return n_block * ctx.spec.tile.n_block + number * WARP + ctx.lane
+
+
+def _counted(ctx, key):
+    """A key of the work: this one, or the nearest."""
+    return cutlass.max(cutlass.min(key, ctx.work.last - 1), ctx.work.first)
+
+
+@cute.jit
+def _chosen_token(ctx, key, chosen):
+    """The token of an entry of the selection."""
+    token = chosen
+    if const_expr(ctx.spec.selection == "pages"):
+        page_size = Int32(ctx.tensors.k.shape[1])
+        token = chosen * page_size + _counted(ctx, key) % page_size
+    counts = (key >= ctx.work.first) & (key < ctx.work.last)
+    counts = counts & (chosen >= 0) & (token < ctx.work.seqlen_k)
+    return select(counts, token, Int32(_NO_KEY))
+
+
+@cute.jit
+def copy_tile(ctx: Context, n_block: Int32, stage: Int32, place):
+    """Ask for the keys of tile `n_block`, which are at `place`: K, V, and their numbers."""
+    g = ctx.geometry
+    base = ctx.rings.toint() + (ctx.key_warp * g.spec.tile.stages + stage) * g.tile_bytes
+    of_v = base + g.spec.tile.n_block * g.k.row_bytes
+    numbers = of_v + g.spec.tile.n_block * g.v.row_bytes
+    if const_expr(g.k.chunks == g.v.chunks):
+        _copy_rows(ctx, g.k.chunks, ((g.k, ctx.k, base), (g.v, ctx.v, of_v)), n_block, place)
+    else:
+        _copy_rows(ctx, g.k.chunks, ((g.k, ctx.k, base),), n_block, place)
+        _copy_rows(ctx, g.v.chunks, ((g.v, ctx.v, of_v),), n_block, place)
+    _copy_numbers(ctx, numbers, n_block, place)
+
+
+@cute.jit
+def _copy_rows(ctx, chunks: cutlass.Constexpr, operands: cutlass.Constexpr, n_block, place):
+    total = ctx.spec.tile.n_block * chunks
+    threads = ctx.geometry.group_threads
+    thread = ctx.m_warp * WARP + ctx.lane
+    for first in cutlass.range_constexpr(0, total, threads):
+        number = first + thread
+        row, chunk = number // chunks, number % chunks
+        counts, page, within = _place_of(ctx, n_block, place, row)
+        used = select(counts, Int32(CHUNK), Int32(0))
+        for operand, rows, base in operands:
+            target = base + row * operand.row_bytes + chunk_at(ctx, operand, row, chunk) * CHUNK
+            address = rows.address(page, within) + chunk * CHUNK
+            if const_expr(total % threads == 0):
+                copy_async(target, address, used, CHUNK)
+            elif number < total:
+                copy_async(target, address, used, CHUNK)
+
+
+@cute.jit
+def _place_of(ctx, n_block, place, row):
+    """(whether key number `row` of the tile counts, its page, its slot)."""
+    key = n_block * ctx.spec.tile.n_block + row
+    counts = (key >= ctx.work.first) & (key < ctx.work.last)
+    page, within = Int32(0), _counted(ctx, key)
+    if const_expr(_has_places(ctx)):
+        within = _ask(place, _WITHIN, row)
+    if const_expr(ctx.tensors.page_table is not None):
+        page = _ask(place, _PAGE, row)
+    if const_expr(ctx.spec.selection is not None):
+        counts = _ask(place, _TOKEN, row) >= 0
+    # The id of a key that does not count may be anything.
+    return counts, select(counts, page, Int32(0)), within
+
+
+def _ask(place, what: int, row):
+    """What the lane of key number `row` of the tile knows."""
+    answers = [cute.arch.shuffle_sync(place[what, i], row % WARP) for i in range(place.shape[1])]
+    return answers[0] if len(answers) == 1 else select(row < WARP, answers[0], answers[1])
+
+
+def chunk_at(ctx, operand: Operand, row, chunk):
+    """Where a chunk of a row lies in shared memory: see `Operand`."""
+    if not operand.swizzled:
+        return chunk
+    if operand.lanes == 4:  # K: two rows are read at once
+        return chunk ^ ((row & 1) << 2)
+    low, high = (row >> 1) & 1, (row >> 2) & 1  # V: four rows, two apart
+    places = {1: (1, 2), 2: (0, 2), 4: (0, 1)}[operand.vectors]
+    return chunk ^ ((low << places[0]) | (high << places[1]))
+
+
+@cute.jit
+def _copy_numbers(ctx, base, n_block, place):
+    """Scales and indices of the tile's keys, as (K's scale, V's scale, index) arrays."""
+    keys, per_token = ctx.spec.tile.n_block, ctx.geometry.scales_per_token
+    if const_expr(any(per_token) or ctx.spec.selection is not None):
+        if ctx.m_warp == 0:
+            for number in cutlass.range_constexpr(place.shape[1]):
+                key = number * WARP + ctx.lane
+                if key < keys:
+                    counts, page, within = _own_place(ctx, n_block, place, number)
+                    used = select(counts, Int32(4), Int32(0))
+                    for kind, rows in enumerate((ctx.k_scales, ctx.v_scales)):
+                        if const_expr(per_token[kind]):
+                            target = base + (kind * keys + key) * 4
+                            copy_async(target, rows.address(page, within), used, 4)
+                    if const_expr(ctx.spec.selection is not None):
+                        store_shared(base + (INDEX * keys + key) * 4, place[_TOKEN, number])
+
+
+@cute.jit
+def _own_place(ctx, n_block, place, number: cutlass.Constexpr):
+    """`_place_of` a lane's own key."""
+    key = _key(ctx, n_block, number)
+    counts = (key >= ctx.work.first) & (key < ctx.work.last)
+    page, within = Int32(0), _counted(ctx, key)
+    if const_expr(_has_places(ctx)):
+        within = place[_WITHIN, number]
+    if const_expr(ctx.tensors.page_table is not None):
+        page = place[_PAGE, number]
+    if const_expr(ctx.spec.selection is not None):
+        counts = place[_TOKEN, number] >= 0
+    return counts, select(counts, page, Int32(0)), within
+
+
+@dsl_user_op
+def copy_async(target, source, used, size: int, *, loc=None, ip=None) -> None:
+    """Copies `used` of `size` bytes to shared memory, zeros after them."""
+    operands = [
+        Int32(target).ir_value(loc=loc, ip=ip),
+        Int64(source).ir_value(loc=loc, ip=ip),
+        Int32(used).ir_value(loc=loc, ip=ip),
+    ]
+    how = "cg" if size == CHUNK else "ca"
+    text = f"cp.async.{how}.shared.global [$0], [$1], {size}, $2;"
+    asm(None, operands, text, "r,l,r,~{memory}", loc, ip, side_effects=True)
+
+
+@dsl_user_op
+def store_shared(target, value, *, loc=None, ip=None) -> None:
+    """Stores 32 bits."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (target, value)]
+    text = "st.shared.b32 [$0], $1;"
+    asm(None, operands, text, "r,r,~{memory}", loc, ip, side_effects=True)
+
+
+def ring_view(ctx: Context, stage, operand: Operand, offset: int):
+    """Rows of K or V of a tile in the ring: (word of a vector, vector of a row, row)."""
+    g = ctx.geometry
+    start = cute.recast_ptr(ctx.rings, dtype=Uint32)
+    layout = cute.make_layout(
+        (operand.words, operand.row_bytes // operand.vector, g.spec.tile.n_block, g.slots),
+        stride=(1, operand.words, operand.row_bytes // 4, g.tile_bytes // 4),
+    )
+    slot = ctx.key_warp * g.spec.tile.stages + stage
+    return cute.make_tensor(start + offset // 4, layout)[None, None, None, slot]
+
+
+def numbers_view(ctx: Context, stage, kind: int, dtype):
+    """K's scales, V's scales or the indices of a tile's keys: (neighbour, pair of keys)."""
+    g = ctx.geometry
+    n_block = g.spec.tile.n_block
+    offset = n_block * (g.k.row_bytes + g.v.row_bytes) // 4 + kind * n_block
+    start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset
+    layout = cute.make_layout((2, n_block // 2, g.slots), stride=(1, 2, g.tile_bytes // 4))
+    slot = ctx.key_warp * g.spec.tile.stages + stage
+    return cute.make_tensor(start, layout)[None, None, slot]

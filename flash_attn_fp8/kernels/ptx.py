@@ -1,0 +1,38 @@
+"""Inline PTX, for what CuTe DSL has no name for."""
+
+from __future__ import annotations
+
+from cutlass import Boolean, Int32
+from cutlass import select_ as select
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def asm(result, operands, text: str, constraints: str, loc, ip, side_effects: bool = False):
+    """One statement of PTX; `result` is its type, None where it has none."""
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=side_effects,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def once_if(condition: Boolean) -> Int32:
+    """1 or 0, as the number of rounds of a loop that stands for a branch.
+
+    ptxas predicates a branch of some hundred instructions, so that they are issued even where none
+    is wanted. It must not see that there are two cases.
+    """
+    return _opaque(select(condition, Int32(1), Int32(0)))
+
+
+@dsl_user_op
+def _opaque(x: Int32, *, loc=None, ip=None) -> Int32:
+    operands = [Int32(x).ir_value(loc=loc, ip=ip)]
+    return Int32(asm(T.i32(), operands, "mov.b32 $0, $1;", "=r,r", loc, ip, side_effects=True))

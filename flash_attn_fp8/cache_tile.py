@@ -30,9 +30,14 @@ SHARED_MEMORY = {
 }  # fmt: skip
 
 
+def compute_capability(arch: str) -> int:
+    """90 of sm_90a."""
+    return int("".join(c for c in arch if c.isdigit()))
+
+
 def has_fp8(arch: str) -> bool:
     """Whether the architecture converts fp8: PTX ISA, `cvt`, from sm_89 on."""
-    return int("".join(c for c in arch if c.isdigit())) >= 89
+    return compute_capability(arch) >= 89
 
 
 @lru_cache(maxsize=1024)

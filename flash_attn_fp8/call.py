@@ -37,6 +37,8 @@ class Operands(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     output_scale: Tensor | None = None
+    selection: Tensor | None = None
+    selection_lens: Tensor | None = None
     out: Tensor | None = None
     lse: Tensor | None = None
 
@@ -64,6 +66,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     fp8_policy: Fp8Policy | str | None = None
     impl: str | None = None
+    selection_unit: str = "tokens"
 
 
 class Call(NamedTuple):

@@ -29,6 +29,11 @@ from flash_attn_fp8.check_options import (
     takes_number,
 )
 from flash_attn_fp8.check_scales import output_descale, scale_granularities
+from flash_attn_fp8.check_selection import (
+    check_selection,
+    check_selection_unit,
+    selected_keys,
+)
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Refusal
 from flash_attn_fp8.formats import (
     BF16,
@@ -83,6 +88,7 @@ def examine(call: Call) -> tuple[Problem | None, Refusal]:
     tensors = {refusal.name(n): t for n, t in operands.items() if isinstance(t, Tensor)}
     check_autograd(tensors, refusal)
     _check_devices(tensors, refusal)
+    check_selection_unit(call.options, call.operands.page_table is not None, refusal)
     layout = _layout(call.operands, refusal)
     formats = _formats(call.operands, refusal)
     if formats is None:
@@ -193,6 +199,7 @@ def _layout(o: Operands, refusal: Refusal) -> _Layout | None:
         return None
     _check_kv_shapes(o, kv_layout, refusal)
     _check_head_counts(o, refusal)
+    check_selection(o, kv_layout, refusal)
     batch = _batch(o, q_layout, kv_layout, refusal)
     for field, t in (("q", o.q), ("k", o.k), ("v", o.v)):
         name = refusal.name(field)
@@ -309,6 +316,8 @@ def _batch(o: Operands, q_layout: str, kv_layout: str, refusal: Refusal) -> int:
         ("seqused_q", 0),
         ("seqused_k", 0),
         ("page_table", 0),
+        ("selection", 0),
+        ("selection_lens", 0),
     ):
         t = getattr(o, name)
         if isinstance(t, Tensor):
@@ -480,6 +489,7 @@ def _sizes(
         total_k=total_k,
         num_pages=num_pages,
         page_size=page_size,
+        selected=selected_keys(o, options),
     )
 
 
@@ -534,4 +544,6 @@ def _traits(
         output_scale=o.output_scale is not None,
         lse=call.options.return_lse is True or o.lse is not None,
         policy=policy,
+        selection=None if o.selection is None else call.options.selection_unit,  # type: ignore[arg-type]
+        selection_lens=o.selection_lens is not None,
     )

@@ -77,10 +77,10 @@ def format_of(dtype: torch.dtype) -> Format | None:
 def format_of_p(q: Format, kv: Format) -> Format:
     """The format of P in the product P·V.
 
-    q's, but bf16 over an 8-bit cache: every 8-bit code is exact in bf16, and V's scale times P
-    stays in its range, which fp16's would not hold.
+    q's, but fp16 over an 8-bit cache, whatever q is: every 8-bit code is exact in fp16, which
+    rounds P eight times finer than bf16; V's scales in the exponent keep P in its range.
     """
-    return BF16 if kv.is_8bit and not q.is_8bit else q
+    return FP16 if kv.is_8bit and not q.is_8bit else q
 
 
 def dtype_name(dtype: torch.dtype) -> str:

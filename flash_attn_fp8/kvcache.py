@@ -62,6 +62,9 @@ def flash_attn_with_kvcache(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     deterministic: bool = False,
+    selection: Tensor | None = None,
+    selection_lens: Tensor | None = None,
+    selection_unit: str = "tokens",
     impl: str | None = None,
 ) -> Call:
     """Attention of new queries over a cache, forward only, with FA3's keywords and results.
@@ -76,6 +79,12 @@ def flash_attn_with_kvcache(
         cache_batch_idx: (batch,) int32: which sequence of the cache each query reads.
         window_size: as `flash_attn_func`; FA3's (-1, -1) is unbounded.
         num_splits: 0, the default, lets the plan choose.
+        selection: (batch, nheads_kv, entries) int32: which keys of its sequence each KV head
+            reads, as positions in the sequence or (selection_unit="pages") columns of page_table.
+            Entries that are negative, or past the sequence's end, are skipped; a key that is
+            named twice counts twice. Masks go by the keys' positions.
+        selection_lens: (batch, nheads_kv) int32: entries that count; None: all.
+        selection_unit: "tokens" or "pages".
 
     Other arguments are FA3's (appending k and v, rotary embedding, left padding, chunks); they are
     refused unless they have their neutral value.
@@ -129,6 +138,8 @@ def flash_attn_with_kvcache(
             k_descale=k_descale,
             v_descale=v_descale,
             output_scale=output_scale,  # type: ignore[arg-type]
+            selection=selection,
+            selection_lens=selection_lens,
             out=out,
         ),
         Options(
@@ -145,6 +156,7 @@ def flash_attn_with_kvcache(
             out_dtype=out_dtype,
             fp8_policy=fp8_policy,
             impl=impl,
+            selection_unit=selection_unit,
         ),
         why,
         names,

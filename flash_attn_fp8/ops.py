@@ -132,7 +132,8 @@ def _empty_lse(problem: Problem, like: Tensor) -> Tensor | None:
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? page_table, Tensor? learnable_sink, Tensor? q_descale, "
-    "Tensor? k_descale, Tensor? v_descale, Tensor? output_scale"
+    "Tensor? k_descale, Tensor? v_descale, Tensor? output_scale, Tensor? selection, "
+    "Tensor? selection_lens"
 )
 _BUFFERS = "Tensor(a!) out, Tensor(b!)? lse"
 _OPTIONS = (
@@ -140,7 +141,7 @@ _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? min_seqlen_k, int num_splits, "
     "SymInt? seqlen_k_per_split, bool? pack_gqa, bool deterministic, "
     "bool disable_scheduler_metadata, bool return_lse, ScalarType? out_dtype, str? fp8_policy, "
-    "str? impl, str caller"  # caller: the public function and its names, see `_caller_of`
+    "str? impl, str selection_unit, str caller"  # caller: the public function and its names, see `_caller_of`
 )
 _INPUTS = Operands._fields.index("out")  # tensors that are only read
 

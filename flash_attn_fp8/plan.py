@@ -12,15 +12,19 @@ from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
+from flash_attn_fp8.cache_tile import SHARED_MEMORY, compute_capability, has_fp8, tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
+from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
-from flash_attn_fp8.specs import TILE, Sm100Spec
-from flash_attn_fp8.support import EXECUTORS, reasons_against
+from flash_attn_fp8.specs import TILE, CacheSpec, CacheTile, Sm100Spec
+from flash_attn_fp8.support import EXECUTORS, reasons_against, uses_cache_kernel
 from flash_attn_fp8.target import SIMULATED, Target
 
 TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `tiled` mirrors
 
+# Of the cache kernel: below that, merging parts takes longer than the parts save (an H200).
+CACHE_KEYS_PER_SPLIT = 512
 MAX_AUTO_SPLITS = 128  # FA4's cap for its heuristic
 
 
@@ -36,6 +40,11 @@ class Split:
 
     num_splits: int = 1
     keys: int | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether there are parts to be merged."""
+        return self.keys is not None or self.num_splits > 1
 
     def keys_per_split(self, seqlen_k: _Length, tile_n: int) -> _Length:
         """Keys in each part of a sequence (or of each of a tensor of lengths); whole tiles."""
@@ -100,7 +109,7 @@ class Plan:
 
     impl: str
     target: Target
-    spec: Sm100Spec | TiledSpec | ReferenceSpec
+    spec: Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec
     split: Split
     pack_gqa: bool
     disable_scheduler_metadata: bool
@@ -159,11 +168,13 @@ def _plan(
 
 def _spec(
     impl: str, problem: Problem, target: Target, pack_gqa: bool, split: Split
-) -> Sm100Spec | TiledSpec | ReferenceSpec:
+) -> Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec:
     if impl == "tiled":
         return _tiled(problem, target)
     if impl == "reference":
         return ReferenceSpec()
+    if uses_cache_kernel(problem, target.arch):
+        return _cache_spec(problem, target, split)
     traits = problem.traits
     # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
     policy = traits.policy.replace(promote_every=None)
@@ -172,7 +183,7 @@ def _spec(
         replace(traits, policy=policy),
         group=group,
         page_size=problem.sizes.page_size,
-        split=split.keys is not None or split.num_splits > 1,
+        split=split.divides,
         pair=_pays_to_pair(problem, group),
     )
 
@@ -195,6 +206,28 @@ def _pays_to_pair(problem: Problem, group: int) -> bool:
     return traits.head_dim_v == 128 and plain_keys and not bounded and rows > 2 * TILE_M
 
 
+def _cache_spec(problem: Problem, target: Target, split: Split) -> CacheSpec:
+    traits = problem.traits
+    return CacheSpec(
+        replace(traits, policy=traits.policy.replace(promote_every=None)),
+        tile=_cache_tile(problem, target),
+        split=split.divides,
+        has_fp8=has_fp8(target.arch),
+        overlaps=compute_capability(target.arch) >= 90,
+    )
+
+
+def _cache_tile(problem: Problem, target: Target) -> CacheTile:
+    traits = problem.traits
+    return tile_for(
+        problem.sizes.seqlen_q * traits.q_heads_per_kv_head,
+        traits.head_dim,
+        traits.head_dim_v,
+        FORMATS[traits.kv_format].bits // 8,
+        SHARED_MEMORY[target.arch],
+    )
+
+
 def _tiled(problem: Problem, target: Target) -> TiledSpec:
     """The numerics of the target's tensor cores; fp32 where it has none (a CPU), or better ones."""
     policy = problem.traits.policy
@@ -204,13 +237,15 @@ def _tiled(problem: Problem, target: Target) -> TiledSpec:
 
 def _split(problem: Problem, target: Target, pack_gqa: bool) -> Split:
     request, sizes = problem.request, problem.sizes
+    cached = target.is_gpu and uses_cache_kernel(problem, target.arch)
     if request.keys_per_split is not None:
         return Split(keys=request.keys_per_split)
     if request.num_splits:
         return Split(request.num_splits)
     # A block of query rows: of one head, or of all that share a KV head where they are packed.
-    group = problem.traits.q_heads_per_kv_head if pack_gqa else 1
-    m_blocks = -(-sizes.seqlen_q * group // TILE_M)
+    group = problem.traits.q_heads_per_kv_head if pack_gqa or cached else 1
+    block_m = _cache_tile(problem, target).block_m if cached else TILE_M
+    m_blocks = -(-sizes.seqlen_q * group // block_m)
     work = sizes.batch * (sizes.nheads // group) * m_blocks
-    n_blocks = max(1, -(-sizes.seqlen_k // TILE_N))
+    n_blocks = max(1, -(-problem.keys // (CACHE_KEYS_PER_SPLIT if cached else TILE_N)))
     return Split(max(1, min(target.sm_count // max(1, work), n_blocks, MAX_AUTO_SPLITS)))

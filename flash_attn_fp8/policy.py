@@ -242,11 +242,10 @@ POLICIES: dict[str, dict[str, Fp8Policy]] = {
         "default": Fp8Policy("e5m2", max_offset=11, rescale_threshold=4),
         "reference_fix": Fp8Policy("e5m2", max_offset=8, rescale_threshold=4, row_sum="exact"),
     },
-    # 16-bit P needs no shift: its range covers any probability that fp32 can tell from zero
-    # (bf16), or 2**-24 of the largest (fp16). A threshold of 8 rescales only when P could pass
-    # 2**8, which both formats hold.
+    # bf16 needs no shift: its range covers any probability that fp32 can tell from zero. fp16 is
+    # shifted as far up as a threshold of 8 leaves room for: P is zero below 2**-32 of the largest.
     "bf16": {"default": Fp8Policy("bf16", 0, 8, row_sum="exact", promote_every=None)},
-    "fp16": {"default": Fp8Policy("fp16", 0, 8, row_sum="exact", promote_every=None)},
+    "fp16": {"default": Fp8Policy("fp16", 7, 8, row_sum="exact", promote_every=None)},
 }
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from flash_attn_fp8.formats import Format
 from flash_attn_fp8.policy import Fp8Policy
 
+Selection = Literal["tokens", "pages"]
 Granularity = Literal["tensor", "head", "batch_head", "token_head"]
 
 
@@ -28,7 +29,11 @@ class Descale(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What distinguishes kernels. `policy` says how P is made."""
+    """What distinguishes kernels. `policy` says how P is made.
+
+    With `selection` of each (sequence, KV head) only chosen tokens, or pages, are keys;
+    `selection_lens`: their number is a tensor.
+    """
 
     q_format: str
     kv_format: str
@@ -50,6 +55,8 @@ class Traits:
     output_scale: bool
     lse: bool
     policy: Fp8Policy
+    selection: Selection | None = None
+    selection_lens: bool = False
 
     @property
     def p_format(self) -> Format:
@@ -57,8 +64,8 @@ class Traits:
 
     @property
     def v_scale_in_exponent(self) -> bool:
-        """Whether per-token V scales are folded into the exponent (fp8 P) or into P (16-bit P)."""
-        return bool(self.v_descale and self.v_descale.per_token and self.p_format.is_fp8)
+        """Whether V has a scale for each token: they are folded into the exponent."""
+        return bool(self.v_descale and self.v_descale.per_token)
 
     @property
     def policy_in_force(self) -> Fp8Policy:
@@ -81,7 +88,8 @@ class Sizes:
 
     `seqlen_k` is the capacity of one sequence's keys (pages x page size where paged). A window
     of None is unbounded; causal calls have window_right 0. `total_q`, `total_k` are the lengths of
-    the packed axes of varlen tensors; `num_pages` of a paged pool.
+    the packed axes of varlen tensors; `num_pages` of a paged pool; `selected` the keys that may be
+    chosen of a sequence.
     """
 
     batch: int
@@ -97,6 +105,7 @@ class Sizes:
     total_k: int | None = None
     num_pages: int | None = None
     page_size: int | None = None
+    selected: int | None = None
 
 
 # Keys per split where the caller asks for batch-invariant results and leaves the number of splits
@@ -131,6 +140,11 @@ class Problem:
     traits: Traits
     sizes: Sizes
     request: Request
+
+    @property
+    def keys(self) -> int:
+        """Keys of a sequence that a row can see at the most: what splits divide."""
+        return self.sizes.seqlen_k if self.sizes.selected is None else self.sizes.selected
 
     @property
     def out_shape(self) -> tuple[int, ...]:

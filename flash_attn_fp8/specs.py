@@ -7,7 +7,6 @@ the same code, whatever their sizes. Standard library only, so that planning loa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flash_attn_fp8.problem import Traits
 
@@ -81,21 +80,18 @@ class CacheTile:
 
 
 ROWS_PER_MMA = 16  # of mma.m16n8k16
-Selection = Literal["tokens", "pages"]
 
 
 @dataclass(frozen=True)
 class CacheSpec:
     """The kernel for 16-bit queries over a cache of 8-bit codes, or of 16-bit numbers; any GPU.
 
-    `selection`: of each (sequence, KV head) only chosen tokens, or chosen pages, are read.
     `has_fp8`: the architecture converts fp8 (sm_89 on). `overlaps`: see `CombineSpec`.
     """
 
     traits: Traits
     tile: CacheTile
     split: bool = False
-    selection: Selection | None = None
     has_fp8: bool = True
     overlaps: bool = True
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flash_attn_fp8.cache_tile import SHARED_MEMORY
 from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
+from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
-from flash_attn_fp8.target import Target
+from flash_attn_fp8.target import SIMULATED, Target
 
 # In order of preference where the caller leaves the choice open.
 EXECUTORS = ("cute", "tiled", "reference", "sim")
@@ -23,20 +25,41 @@ SM100_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192,
 SM100_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
-def _needs_sm100(problem: Problem, target: Target) -> str | None:
+# What the cache kernel is built for: rows of whole 32-byte blocks, outputs that fit registers.
+CACHE_HEAD_DIMS = SM100_HEAD_DIMS
+
+
+def uses_cache_kernel(problem: Problem, arch: str) -> bool:
+    """Whether a problem is the cache kernel's: 16-bit queries, and what has no kernel of its own.
+
+    Over 8-bit codes, of chosen keys, or on an architecture without a kernel for long queries.
+    """
+    traits = problem.traits
+    if FORMATS[traits.q_format].is_8bit:
+        return False
+    other = traits.q_format != traits.kv_format or traits.selection is not None
+    return other or not _is_sm100(arch)
+
+
+def _is_sm100(arch: str) -> bool:
+    return arch.startswith("sm_100")
+
+
+def _needs_kernel(problem: Problem, target: Target) -> str | None:
     if not target.is_gpu:
         return "needs a CUDA device; the tensors are on the CPU"
-    if not target.arch.startswith("sm_100"):
+    if target.arch not in SHARED_MEMORY:
         return f"this version has no compiled kernel for {target.arch}"
+    if not _is_sm100(target.arch) and not uses_cache_kernel(problem, target.arch):
+        q = problem.traits.q_format
+        return f"this version has no compiled kernel for {q} queries on {target.arch}"
     return None
 
 
-def _sm100_formats(problem: Problem, target: Target) -> str | None:
-    traits = problem.traits
-    if traits.q_format != traits.kv_format:
-        mixed = f"{traits.q_format} and {traits.kv_format}"
-        return f"its kernel wants q, k and v in one format, not {mixed}"
-    return None
+def _sm100_selection(problem: Problem, target: Target) -> str | None:
+    if problem.traits.selection is None:
+        return None
+    return f"its kernel reads all keys, not chosen ones; {problem.traits.q_format} queries do"
 
 
 def _sm100_head_dims(problem: Problem, target: Target) -> str | None:
@@ -72,17 +95,39 @@ def _where_it_runs(rule: Rule) -> Rule:
     """A rule of a kernel, asked on its device alone: elsewhere the device is the reason."""
 
     def asked(problem: Problem, target: Target) -> str | None:
-        return None if _needs_sm100(problem, target) else rule(problem, target)
+        return None if _needs_kernel(problem, target) else rule(problem, target)
+
+    return asked
+
+
+def _cache_head_dims(problem: Problem, target: Target) -> str | None:
+    dims = problem.traits.head_dim, problem.traits.head_dim_v
+    if dims in CACHE_HEAD_DIMS:
+        return None
+    known = ", ".join(str(d) if d == dv else f"({d}, {dv})" for d, dv in CACHE_HEAD_DIMS)
+    return f"its kernel has head dims {known}, not {dims}"
+
+
+def _of(rule: Rule, cache: bool) -> Rule:
+    """A rule of the cache kernel, or of the other one, asked where that one is meant."""
+
+    def asked(problem: Problem, target: Target) -> str | None:
+        arch = target.arch if target.is_gpu else SIMULATED.arch
+        return rule(problem, target) if uses_cache_kernel(problem, arch) == cache else None
 
     return asked
 
 
 _SM100 = (
-    _sm100_formats,
+    _sm100_selection,
     _sm100_head_dims,
     _sm100_pages,
     _sm100_group,
     _sm100_exp2,
+)
+_KERNELS = (
+    *(_of(rule, cache=False) for rule in _SM100),
+    _of(_cache_head_dims, cache=True),
 )
 
 
@@ -101,7 +146,7 @@ def _reference_does_not_split(problem: Problem, target: Target) -> str | None:
 
 def _too_many_splits(problem: Problem, target: Target) -> str | None:
     """The combine kernel's limit holds for the parts that a length of parts makes, too."""
-    keys, longest = problem.request.keys_per_split, problem.sizes.seqlen_k
+    keys, longest = problem.request.keys_per_split, problem.keys
     if keys is None or longest <= MAX_SPLITS * keys:
         return None
     asked = f"seqlen_k_per_split={keys}"
@@ -126,8 +171,8 @@ def _no_stand_in_for_long_keys(problem: Problem, target: Target) -> str | None:
 
 
 _RULES: dict[str, tuple[Rule, ...]] = {
-    "cute": (_needs_sm100, *map(_where_it_runs, (*_SM100, _too_many_splits))),
-    "sim": (*_SM100, _too_many_splits),
+    "cute": (_needs_kernel, *map(_where_it_runs, (*_KERNELS, _too_many_splits))),
+    "sim": (*_KERNELS, _too_many_splits),
     "tiled": (_too_many_splits,),
     "reference": (
         _reference_has_no_policy,

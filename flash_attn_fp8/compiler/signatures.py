@@ -68,8 +68,8 @@ def cache_signature(spec: CacheSpec) -> tuple[cached.Tensors, cached.Scalars]:
         k_descale=_scale(traits.k_descale, rank_kv),
         v_descale=_scale(traits.v_descale, rank_kv),
         output_scale=_small(Float32, 1) if traits.output_scale else None,
-        selection=_small(Int32, 3) if spec.selection is not None else None,
-        selection_lens=_small(Int32, 2) if spec.selection is not None else None,
+        selection=_small(Int32, 3) if traits.selection is not None else None,
+        selection_lens=_small(Int32, 2) if traits.selection_lens else None,
     )
     return tensors, cached.Scalars(*(t(0) for t in cached.Scalars.__annotations__.values()))
 

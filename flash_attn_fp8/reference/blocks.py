@@ -33,8 +33,9 @@ class Block:
     q (n, hk, g, r, d), k (n, hk, s, d), v (n, hk, s, dv) hold stored codes in their own dtypes.
     Scales are fp32 and broadcast: q_scale against (n, hk, g, r, 1), k_scale and v_scale against
     (n, hk, s); None is 1. `position` (n, r) is each row's key position (bottom-right aligned),
-    `seqlens_k` (n,) the keys in use, `rows_used` (n, r) which rows exist. Rows of the block see no
-    key outside [key_lo, key_hi).
+    `keys` (n,) the slots in use, `rows_used` (n, r) which rows exist. Rows of the block see no
+    slot outside [key_lo, key_hi). `token` (n, s) is the position of the key in each slot, -1 where
+    it does not count; None: the slots are the positions.
     """
 
     q: Tensor
@@ -45,7 +46,8 @@ class Block:
     v_scale: Tensor | None
     sink: Tensor | None
     position: Tensor
-    seqlens_k: Tensor
+    keys: Tensor
+    token: Tensor | None
     rows_used: Tensor
     key_lo: int
     key_hi: int
@@ -56,7 +58,10 @@ class Block:
     def visible(self, lo: int, hi: int, left: int | None, right: int | None) -> Tensor:
         """Which keys of [lo, hi) each row sees, (n, 1, 1, r, hi - lo)."""
         key = torch.arange(lo, hi, device=self.q.device)
-        seen = (key < self.seqlens_k[:, None])[:, None, :].expand(-1, self.position.shape[1], -1)
+        seen = (key < self.keys[:, None])[:, None, :].expand(-1, self.position.shape[1], -1)
+        if self.token is not None:
+            key = self.token[:, None, lo:hi]
+            seen = seen & (key >= 0)
         p = self.position[..., None]
         if left is not None:
             seen = seen & (key >= p - left)
@@ -67,12 +72,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Where each sequence's rows and keys start and how many are in use, each (batch,) int64."""
+    """Where each sequence's rows and keys start and how many are in use, each (batch,) int64.
+
+    `keys` are those that rows look at, at the most: of any KV head where they are chosen.
+    """
 
     q_start: Tensor
     q_len: Tensor
     k_start: Tensor
     k_len: Tensor
+    keys: Tensor
 
     @classmethod
     def of(cls, o: Operands, problem: Problem) -> Lengths:
@@ -88,7 +97,10 @@ class Lengths:
             k_start, k_len = o.cu_seqlens_k[:-1].long(), o.cu_seqlens_k.long().diff()
         if o.seqused_k is not None:
             k_len = o.seqused_k.long()
-        return cls(q_start, q_len, k_start, k_len)
+        keys = k_len
+        if o.selection is not None:
+            keys = _selected(o, problem).amax(1) if sizes.nheads_kv else zeros
+        return cls(q_start, q_len, k_start, k_len, keys)
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,19 @@ class _Group:
     shift_hi: int | None
 
 
+def _selected(o: Operands, problem: Problem) -> Tensor:
+    """How many slots the chosen keys of each (sequence, KV head) have, (batch, hk) int64."""
+    if o.selection is None:
+        raise ValueError("nothing is selected")
+    per_entry = o.k.shape[1] if problem.traits.selection == "pages" else 1
+    if o.selection_lens is not None:
+        return o.selection_lens.long() * per_entry
+    entries = o.selection.shape[2]
+    return torch.full(
+        o.selection.shape[:2], entries * per_entry, dtype=torch.int64, device=o.selection.device
+    )
+
+
 def _groups(problem: Problem, lengths: Lengths) -> Iterator[_Group]:
     sizes = problem.sizes
     if lengths.q_len.device.type != "cpu":
@@ -111,19 +136,23 @@ def _groups(problem: Problem, lengths: Lengths) -> Iterator[_Group]:
             problem.traits.q_layout == "dense"
             and problem.traits.kv_layout == "dense"
             and not (problem.traits.seqused_q or problem.traits.seqused_k)
+            and problem.traits.selection is None
         )
         shift = sizes.seqlen_k - sizes.seqlen_q if fixed else None
-        yield _Group(everything, sizes.seqlen_q, sizes.seqlen_k, shift, shift)
+        yield _Group(everything, sizes.seqlen_q, problem.keys, shift, shift)
         return
     members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for i, (rows, keys) in enumerate(torch.stack([lengths.q_len, lengths.k_len], 1).tolist()):
+    for i, (rows, keys) in enumerate(torch.stack([lengths.q_len, lengths.keys], 1).tolist()):
         if rows:
             padded_rows = 1 << (rows - 1).bit_length()
             members[padded_rows, -(-keys // _GROUP_TILE)].append((i, rows, keys))
     for group in members.values():
         index, rows, keys = zip(*group, strict=True)
-        shifts = [k - r for r, k in zip(rows, keys, strict=True)]
-        yield _Group(torch.tensor(index), max(rows), max(keys), min(shifts), max(shifts))
+        shifts: list[int | None] = [k - r for r, k in zip(rows, keys, strict=True)]
+        if problem.traits.selection is not None:
+            shifts = [None]  # slots say nothing about positions
+        lo, hi = min(shifts), max(shifts)  # type: ignore[type-var]
+        yield _Group(torch.tensor(index), max(rows), max(keys), lo, hi)
 
 
 def blocks(o: Operands, problem: Problem, budget: int, keys_at_once: int | None) -> Iterator[Block]:
@@ -137,6 +166,8 @@ def blocks(o: Operands, problem: Problem, budget: int, keys_at_once: int | None)
         width = max(1, group.keys if keys_at_once is None else min(keys_at_once, group.keys))
         rows = min(group.rows, max(1, budget // (width * group_size)))
         heads = min(nheads_kv, max(1, budget // (width * group_size * rows)))
+        if problem.traits.selection is not None:
+            heads = 1  # each has keys of its own
         count = max(1, budget // (width * group_size * rows * heads))
         for n in range(0, len(group.sequences), count):
             sequences = group.sequences[n : n + count]
@@ -159,6 +190,8 @@ class _Gathered:
     sink: Tensor | None
     q_len: Tensor
     k_len: Tensor
+    keys: Tensor
+    token: Tensor | None
     sequences: Tensor
     heads_kv: slice
 
@@ -175,7 +208,11 @@ class _Gathered:
         traits, g = problem.traits, problem.traits.q_heads_per_kv_head
         q_heads = slice(heads.start * g, heads.stop * g)
         rows = _Rows.of_q(o, lengths, sequences, group.rows)
-        keys = _Rows.of_kv(o, problem, lengths, sequences, group.keys)
+        token, count = None, lengths.keys[sequences]
+        if o.selection is not None:
+            count = _selected(o, problem)[sequences, heads.start]
+            token = _tokens(o, problem, lengths, sequences, heads.start, group.keys)
+        keys = _Rows.of_kv(o, lengths, sequences, group.keys, token)
         return cls(
             q=rearrange(rows.take(o.q[..., q_heads, :]), "n r (hk g) d -> n hk g r d", g=g),
             k=rearrange(keys.take(o.k[..., heads, :]), "n s hk d -> n hk s d"),
@@ -188,6 +225,8 @@ class _Gathered:
             else rearrange(o.learnable_sink[q_heads].float(), "(hk g) -> hk g 1", g=g),
             q_len=lengths.q_len[sequences],
             k_len=lengths.k_len[sequences],
+            keys=count,
+            token=token,
             sequences=sequences,
             heads_kv=heads,
         )
@@ -213,7 +252,8 @@ class _Gathered:
             v_scale=self.v_scale,
             sink=self.sink,
             position=row + (self.k_len - self.q_len)[:, None],
-            seqlens_k=self.k_len,
+            keys=self.keys,
+            token=self.token,
             rows_used=row < self.q_len[:, None],
             key_lo=lo,
             key_hi=max(lo, hi),
@@ -221,6 +261,21 @@ class _Gathered:
             sequences=self.sequences,
             row_start=start,
         )
+
+
+def _tokens(
+    o: Operands, problem: Problem, lengths: Lengths, sequences: Tensor, head: int, count: int
+) -> Tensor:
+    """Positions of the chosen keys of a KV head, (n, count); -1 where an entry does not count."""
+    if o.selection is None:
+        raise ValueError("nothing is selected")
+    slot = torch.arange(count, device=o.selection.device)
+    per_entry = o.k.shape[1] if problem.traits.selection == "pages" else 1
+    entries = o.selection[sequences, head].long()[:, slot // per_entry]
+    token = entries * per_entry + slot % per_entry
+    counts = (entries >= 0) & (token < lengths.k_len[sequences][:, None])
+    counts &= slot < _selected(o, problem)[sequences, head][:, None]
+    return torch.where(counts, token, -1)
 
 
 @dataclass(frozen=True)
@@ -244,16 +299,20 @@ class _Rows:
 
     @classmethod
     def of_kv(
-        cls, o: Operands, problem: Problem, lengths: Lengths, sequences: Tensor, count: int
+        cls, o: Operands, lengths: Lengths, sequences: Tensor, count: int, token: Tensor | None
     ) -> _Rows:
+        """Of the keys at positions `token` (n, count), or at all."""
         length = lengths.k_len[sequences]
-        if o.page_table is None:
+        if token is None and o.page_table is None:
             packed = o.cu_seqlens_k is not None
             return cls._at(sequences, lengths.k_start[sequences], length, count, packed)
+        slot = torch.arange(count, device=length.device) if token is None else token.clamp(min=0)
+        used = slot < length[:, None] if token is None else token >= 0
+        if o.page_table is None:
+            return cls((sequences[:, None].expand_as(used), slot), used)
         page_size = o.k.shape[1]
-        slot = torch.arange(count, device=length.device)
-        used = slot < length[:, None]
-        page = o.page_table[sequences].long()[:, slot // page_size]
+        table = o.page_table[sequences].long()
+        page = table[:, slot // page_size] if token is None else table.gather(1, slot // page_size)
         return cls((torch.where(used, page, 0), (slot % page_size).expand_as(used)), used)
 
     @classmethod

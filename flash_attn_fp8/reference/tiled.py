@@ -8,9 +8,9 @@ m the running row maximum of x (it may lag by rescale_threshold), and per tile
     l_q = l_q * a + sum(round(P) * w)      fp32, from the rounded P
     O   = O * a + round(P) @ V
 
-with a = 2 ** (m_old - m) and w = 1. Per-token V scales with fp8 P are folded into the exponent:
-x includes log2(v_scale), which keeps P in range whatever the scales are, and w = 1 / v_scale makes
-l the true sum again. With 16-bit P they multiply P's column instead, after l is taken. At the end
+with a = 2 ** (m_old - m) and w = 1. Per-token V scales are folded into the exponent: x includes
+log2(v_scale), which keeps P in range whatever the scales are, and w = 1 / v_scale makes l the true
+sum again. At the end
 
     O / (l or l_q, by traits.exact_row_sum) * v_descale,    LSE = ln 2 * (m - max_offset + log2 l).
 
@@ -103,7 +103,7 @@ def attend(
         softmax.visit_tiles(block.key_lo, block.key_hi)
         return softmax.finish()
     # Each sequence splits its own keys, so a row's bits do not depend on its neighbours.
-    per_split = split.keys_per_split(block.seqlens_k, spec.tile_n)
+    per_split = split.keys_per_split(block.keys, spec.tile_n)
     shortest, longest = _bounds(per_split, spec.tile_n, split.keys_per_split(slots, spec.tile_n))
     partials = []
     for part in range(parts):
@@ -176,8 +176,7 @@ class _OnlineSoftmax:
         v_scale = None
         if self._per_token("v") and self.block.v_scale is not None:
             v_scale = self.block.v_scale[:, :, None, None, lo:hi]
-            if self.problem.traits.v_scale_in_exponent:
-                x = x + torch.log2(v_scale)
+            x = x + torch.log2(v_scale)
         visible = self._visible(lo, hi)
         x = x.masked_fill(~visible, _NEG_INF)
         rescale = self._update_max(x)
@@ -234,9 +233,7 @@ class _OnlineSoftmax:
 
     def _sum_weight(self, v_scale: Tensor | None) -> Tensor | float:
         """w of the exact sum: undoes a V scale that sits in the exponent."""
-        if v_scale is None or not self.problem.traits.v_scale_in_exponent:
-            return 1.0
-        return 1.0 / v_scale
+        return 1.0 if v_scale is None else 1.0 / v_scale
 
     def _round(self, x: Tensor, p: Tensor, v_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """P as the tensor core reads it, and the w that makes its sum comparable to l."""
@@ -245,8 +242,6 @@ class _OnlineSoftmax:
             log2_p = x - self._finite_max() + self.policy.max_offset
             curved = self.policy.exp2 == "code_quadratic"
             return code_from_log2(log2_p, fmt, curved).float(), self._sum_weight(v_scale)
-        if v_scale is not None and not self.problem.traits.v_scale_in_exponent:
-            return saturating_cast(p * v_scale, fmt).float(), 1.0 / v_scale
         return saturating_cast(p, fmt).float(), self._sum_weight(v_scale)
 
     def finish(self) -> tuple[Tensor, Tensor]:

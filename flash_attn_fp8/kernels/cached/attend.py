@@ -231,7 +231,7 @@ def _to_log2(ctx, s, m: cutlass.Constexpr, half: cutlass.Constexpr, factor, scal
 def _is_masked(ctx, n_block):
     """Whether some row of the CTA does not see every key of the tile."""
     n = ctx.spec.tile.n_block
-    if const_expr(ctx.spec.selection is not None):
+    if const_expr(ctx.traits.selection is not None):
         result = cutlass.Boolean(True)
     else:
         work, group = ctx.work, ctx.traits.q_heads_per_kv_head
@@ -249,7 +249,7 @@ def _mask(ctx, s, m: cutlass.Constexpr, half: cutlass.Constexpr, n_block, stage)
     token, _ = ctx.query(m, half)
     lo, hi = ctx.visible(token)
     first, last = ctx.work.first, ctx.work.last
-    if const_expr(ctx.spec.selection is None):
+    if const_expr(ctx.traits.selection is None):
         lo, hi = cutlass.max(lo, first), cutlass.min(hi, last)
     else:
         indices = numbers_view(ctx, stage, INDEX, Int32)
@@ -257,7 +257,7 @@ def _mask(ctx, s, m: cutlass.Constexpr, half: cutlass.Constexpr, n_block, stage)
     for n in cutlass.range_constexpr(ctx.geometry.n_tiles):
         for i in cutlass.range_constexpr(2):
             key = n_block * ctx.spec.tile.n_block + n * 8 + ctx.lane % 4 * 2 + i
-            if const_expr(ctx.spec.selection is not None):
+            if const_expr(ctx.traits.selection is not None):
                 key = indices[i, n * 4 + ctx.lane % 4]
             sees = (key >= lo) & (key < hi)
             s[2 * half + i, n, m] = select(sees, s[2 * half + i, n, m], NEG_INF)

@@ -184,7 +184,7 @@ def _range(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, work):
     token = work.row // group
     last_token = cutlass.min((work.row + spec.tile.block_m - 1) // group, work.seqlen_q - 1)
     length = work.seqlen_k
-    if const_expr(spec.selection is not None):
+    if const_expr(spec.traits.selection is not None):
         first, last = Int32(0), _chosen(spec, t, work)
         length = last
     else:
@@ -203,7 +203,7 @@ def _chosen(spec, t: Tensors, work):
     count = Int32(t.selection.shape[2])
     if const_expr(t.selection_lens is not None):
         count = t.selection_lens[work.batch, work.kv_head]
-    if spec.selection == "pages":
+    if spec.traits.selection == "pages":
         count = count * Int32(t.k.shape[1])
     return count
 

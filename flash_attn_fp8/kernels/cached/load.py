@@ -33,11 +33,11 @@ def new_place(ctx: Context):
 @cute.jit
 def choose(ctx: Context, n_block: Int32, place):
     """Ask which tokens the keys of tile `n_block` are."""
-    if const_expr(ctx.spec.selection is not None):
+    if const_expr(ctx.traits.selection is not None):
         chosen = ctx.tensors.selection[ctx.work.batch, ctx.work.kv_head, None]
         for number in cutlass.range_constexpr(place.shape[1]):
             entry = _counted(ctx, _key(ctx, n_block, number))
-            if const_expr(ctx.spec.selection == "pages"):
+            if const_expr(ctx.traits.selection == "pages"):
                 entry = entry // Int32(ctx.tensors.k.shape[1])
             place[_CHOSEN, number] = chosen[entry]
 
@@ -48,7 +48,7 @@ def locate(ctx: Context, n_block: Int32, place):
     if const_expr(_has_places(ctx)):
         for number in cutlass.range_constexpr(place.shape[1]):
             token = _counted(ctx, _key(ctx, n_block, number))
-            if const_expr(ctx.spec.selection is not None):
+            if const_expr(ctx.traits.selection is not None):
                 token = _chosen_token(ctx, _key(ctx, n_block, number), place[_CHOSEN, number])
                 place[_TOKEN, number] = token
                 token = cutlass.max(token, 0)
@@ -63,7 +63,7 @@ def locate(ctx: Context, n_block: Int32, place):
 
 def _has_places(ctx) -> bool:
     """Whether keys lie elsewhere than one after another."""
-    return ctx.tensors.page_table is not None or ctx.spec.selection is not None
+    return ctx.tensors.page_table is not None or ctx.traits.selection is not None
 
 
 def _key(ctx, n_block, number: int):
@@ -79,7 +79,7 @@ def _counted(ctx, key):
 def _chosen_token(ctx, key, chosen):
     """The token of an entry of the selection."""
     token = chosen
-    if const_expr(ctx.spec.selection == "pages"):
+    if const_expr(ctx.traits.selection == "pages"):
         page_size = Int32(ctx.tensors.k.shape[1])
         token = chosen * page_size + _counted(ctx, key) % page_size
     counts = (key >= ctx.work.first) & (key < ctx.work.last)
@@ -131,7 +131,7 @@ def _place_of(ctx, n_block, place, row):
         within = _ask(place, _WITHIN, row)
     if const_expr(ctx.tensors.page_table is not None):
         page = _ask(place, _PAGE, row)
-    if const_expr(ctx.spec.selection is not None):
+    if const_expr(ctx.traits.selection is not None):
         counts = _ask(place, _TOKEN, row) >= 0
     # The id of a key that does not count may be anything.
     return counts, select(counts, page, Int32(0)), within
@@ -158,7 +158,7 @@ def chunk_at(ctx, operand: Operand, row, chunk):
 def _copy_numbers(ctx, base, n_block, place):
     """Scales and indices of the tile's keys, as (K's scale, V's scale, index) arrays."""
     keys, per_token = ctx.spec.tile.n_block, ctx.geometry.scales_per_token
-    if const_expr(any(per_token) or ctx.spec.selection is not None):
+    if const_expr(any(per_token) or ctx.traits.selection is not None):
         if ctx.m_warp == 0:
             for number in cutlass.range_constexpr(place.shape[1]):
                 key = number * WARP + ctx.lane
@@ -169,7 +169,7 @@ def _copy_numbers(ctx, base, n_block, place):
                         if const_expr(per_token[kind]):
                             target = base + (kind * keys + key) * 4
                             copy_async(target, rows.address(page, within), used, 4)
-                    if const_expr(ctx.spec.selection is not None):
+                    if const_expr(ctx.traits.selection is not None):
                         store_shared(base + (INDEX * keys + key) * 4, place[_TOKEN, number])
 
 
@@ -183,7 +183,7 @@ def _own_place(ctx, n_block, place, number: cutlass.Constexpr):
         within = place[_WITHIN, number]
     if const_expr(ctx.tensors.page_table is not None):
         page = place[_PAGE, number]
-    if const_expr(ctx.spec.selection is not None):
+    if const_expr(ctx.traits.selection is not None):
         counts = place[_TOKEN, number] >= 0
     return counts, select(counts, page, Int32(0)), within
 

@@ -11,6 +11,7 @@ warps through shared memory. docs/numerics.md derives the formulas.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -329,6 +330,10 @@ def _send(ctx, stage, thread, message, value):
 def _finish(ctx, work, head, state):
     """(what normalises the output, LSE). A row without keys: 0 and -inf, or the sink's share."""
     row_max, row_sum, row_sum_quantized = state
+    # P of a row that has met an infinite score is 0 or NaN, by the pipe that made it: all is NaN.
+    row_max = select(row_max == Float32.inf, Float32(math.nan), row_max)
+    row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
+    row_sum = select(row_max == row_max, row_sum, row_max)
     offset = ctx.traits.policy.max_offset
     total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
     top = select(row_max == _NEG_INF, Float32(0.0), row_max)
@@ -340,13 +345,16 @@ def _finish(ctx, work, head, state):
         if const_expr(ctx.geometry.spec.split):
             logit = select(work.split == 0, logit, _NEG_INF)
         lse = _log_add_exp(lse, logit)
-        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max))
+        # A sink of infinity takes all weight; of NaN, all is NaN.
+        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
         highest = cute.arch.fmax(row_max, sink)
         top = select(highest == _NEG_INF, Float32(0.0), highest)
         rescale = cute.math.exp2(row_max - top, fastmath=True)
         total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     inverse = select(total == total, inverse, total)  # NaN comes out as NaN
+    # A row without keys is 0 whatever its sink is, as in a unit of work without keys.
+    inverse = select(row_max == _NEG_INF, Float32(0.0), inverse)
     return rescale * inverse * output_factor(ctx, work), lse
 
 

@@ -59,6 +59,11 @@ class Ring:
     def wait_empty(self, use) -> None:
         cute.arch.mbarrier_wait(self.empty(use), ((use // self.slots) & 1) ^ 1)
 
+    def wait_all_empty(self, uses) -> None:
+        """Wait until all of so many uses are over; slots that were never used pass at once."""
+        for slot in range(self.slots):
+            self.wait_empty(uses + slot)
+
 
 @dataclass(frozen=True)
 class Signal:

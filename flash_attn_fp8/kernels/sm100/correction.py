@@ -29,6 +29,7 @@ _VECTOR = 16  # bytes of a global store
 def correction_role(ctx: Context, tmem):
     """Both query tiles of one unit of work after another."""
     thread = cute.arch.thread_idx()[0] % TILE
+    tmem = tensor_memory.of_warp(tmem, thread)
     each_unit(ctx, partial(_unit, ctx, tmem, thread), partial(_without_keys, ctx, thread))
 
 
@@ -43,6 +44,7 @@ def _unit(ctx, tmem, thread, work, units: Int32, tiles: Int32):
     for stage in cutlass.range_constexpr(g.q_stage):
         factor = _receive(ctx, thread, stage, last)
         ctx.barriers.o_full.wait(stage, last)
+        tensor_memory.fence_after_wait()
         _store(
             ctx, work, stage, thread, partial(_normalized, ctx, tmem, work, stage, thread, factor)
         )
@@ -58,6 +60,7 @@ def _without_keys(ctx, thread, work):
 def _allow_output(ctx, tile, stage: cutlass.Constexpr):
     """Tell the MMA warp that key tile number `tile` may be added to O."""
     slot, _ = slot_and_use(ctx.geometry, tile, stage)
+    tensor_memory.fence_before_arrive()
     warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, Int32(slot))
 
 
@@ -75,13 +78,14 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
     g = ctx.geometry
     factor = _receive(ctx, thread, stage, tile - 1)
     ctx.barriers.o_full.wait(stage, tile - 1)
+    tensor_memory.fence_after_wait()
     if cute.arch.vote_any_sync(factor != 1.0):
         address = tmem + g.o_column(stage)
         for column in cutlass.range_constexpr(0, g.head_dim_v, _COLUMNS):
-            o = tensor_memory.load(address + column, _COLUMNS, thread, _COLUMNS)
+            o = tensor_memory.load(address + column, _COLUMNS, _COLUMNS)
             cute.arch.fence_view_async_tmem_load()
             _scale(o, factor)
-            tensor_memory.store(o, address + column, _COLUMNS, thread, _COLUMNS)
+            tensor_memory.store(o, address + column, _COLUMNS, _COLUMNS)
         cute.arch.fence_view_async_tmem_store()
     _allow_output(ctx, tile, stage)
 
@@ -112,7 +116,7 @@ def _normalized(ctx, tmem, work, stage, thread, factor, column: cutlass.Constexp
     g = ctx.geometry
     columns = g.staging_columns
     token, _, _ = ctx.schedule.query(work, stage, thread)
-    o = tensor_memory.load(tmem + g.o_column(stage) + column, columns, thread)
+    o = tensor_memory.load(tmem + g.o_column(stage) + column, columns)
     cute.arch.fence_view_async_tmem_load()
     _scale(o, factor)
     for i in cutlass.range_constexpr(columns):

@@ -81,7 +81,11 @@ class Loads(NamedTuple):
 @cute.jit
 def load_role(ctx: Context, loads: Loads):
     """Fill the rings, one unit of work after another."""
-    each_unit(ctx, partial(_unit, ctx, loads))
+    units, tiles = each_unit(ctx, partial(_unit, ctx, loads))
+    # The tensor core's last commits arrive here after the MMA warp is done, also from the other CTA
+    # of a pair: shared memory must outlive them, and nobody else waits for them.
+    ctx.barriers.q.wait_all_empty(units * ctx.geometry.q_stage)
+    ctx.barriers.kv.wait_all_empty(tiles * 2)
 
 
 @cute.jit

@@ -16,6 +16,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
+from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import commit, warp_arrives
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import S_SLOTS
@@ -84,6 +85,7 @@ def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, ti
             kv.wait_full(use)
             for stage in cutlass.range_constexpr(g.q_stage):
                 _scores(ctx, products, f, units, tiles + ahead, stage, use)
+                _release_queries(ctx, units, stage, ahead == n - 1)
             commit(g, kv.empty(use))
             use += 1
     for i in cutlass.range(n, unroll=1):
@@ -101,13 +103,19 @@ def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, ti
             commit(g, ctx.barriers.o_full.at(stage))
             if more:
                 _scores(ctx, products, f, units, tile + g.lookahead, stage, v_use + 1)
+                _release_queries(ctx, units, stage, i + g.lookahead == n - 1)
         commit(g, kv.empty(v_use))
         use += 1
         if more:
             commit(g, kv.empty(v_use + 1))
             use += 1
-    for stage in cutlass.range_constexpr(g.q_stage):
-        commit(g, ctx.barriers.q.empty(units * g.q_stage + stage))
+
+
+@cute.jit
+def _release_queries(ctx, units, stage: cutlass.Constexpr, are_read):
+    """Let the load warp overwrite a query tile after its last scores; P V does without it."""
+    if are_read:
+        commit(ctx.geometry, ctx.barriers.q.empty(units * ctx.geometry.q_stage + stage))
 
 
 def slot_and_use(geometry, tile, stage):
@@ -133,6 +141,7 @@ def _output(ctx, products, f, tile, stage: cutlass.Constexpr, v_use, accumulate)
     g = ctx.geometry
     slot, use = slot_and_use(g, tile, stage)
     ctx.barriers.p_full.wait(slot, use)
+    tensor_memory.fence_after_wait()
     column = g.s_column(slot) * (4 // g.element)  # P's iterator counts elements
     p = cute.make_tensor(f.p.iterator + column, f.p.layout)
     v = f.v[None, None, None, ctx.barriers.kv.slot(v_use)]

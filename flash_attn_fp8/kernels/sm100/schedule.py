@@ -211,6 +211,7 @@ def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr
 
     `units` and `tiles` count the units and the key tiles before it, by which barriers are waited
     for. A unit that no key is visible in counts for nothing: `without_keys(work)`, if given.
+    Returns both counts at the end.
     """
     units, tiles = Int32(0), Int32(0)
     index = ctx.first
@@ -223,6 +224,7 @@ def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr
         elif const_expr(without_keys is not None):
             without_keys(work)
         index += ctx.stride
+    return units, tiles
 
 
 def part_of(ctx, tensor, split):

@@ -68,7 +68,7 @@ class Row(NamedTuple):
 def softmax_role(ctx: Context, stage: Int32, tmem):
     """Rows of query tile `stage` of one unit of work after another."""
     thread = cute.arch.thread_idx()[0] % TILE
-    at = tmem, stage, thread
+    at = tensor_memory.of_warp(tmem, thread), stage, thread
     each_unit(ctx, partial(_unit, ctx, at), partial(_without_keys, ctx, stage, thread))
 
 
@@ -131,8 +131,9 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     row_max, row_sum, row_sum_quantized = state
     slot, use = slot_and_use(g, tile, stage)
     ctx.barriers.s_full.wait(slot, use)
+    tensor_memory.fence_after_wait()
     address = row.tmem + g.s_column(slot)
-    s = tensor_memory.load(address, TILE, thread)
+    s = tensor_memory.load(address, TILE)
     cute.arch.fence_view_async_tmem_load()
     scales = None
     if const_expr(g.scales_per_token):
@@ -152,7 +153,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
         _exponentiate(s, key, factor, shift)
         words = _rounded(ctx, s, key)
         column = key * g.element // 4
-        tensor_memory.store(words, address + column, cute.size(words), thread, cute.size(words))
+        tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
         if const_expr(ctx.traits.v_scale_in_exponent):
             exact = _weighted_sum(s, key, scales, exact)
         elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
@@ -160,6 +161,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
         if const_expr(not ctx.traits.exact_row_sum):
             rounded = _sum_of_rounded(ctx, words, rounded)
     cute.arch.fence_view_async_tmem_store()
+    tensor_memory.fence_before_arrive()
     warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, slot)
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))

@@ -169,7 +169,9 @@ def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Const
     warp, lane = thread // WARP, thread % WARP
     staged, pieces = _staged(ctx, warp)
     per_piece = _VECTOR // g.out_element
-    for i in cutlass.range_constexpr(pieces):
+    # A loop at run time: unrolled, the rows' addresses would be kept from one column to the next,
+    # in more registers than there are (some divide by a group that is no power of two).
+    for i in cutlass.range(pieces, unroll=1):
         number = i * WARP + lane
         row, piece = number // pieces, number % pieces
         token, head, exists = ctx.schedule.query(work, stage, warp * WARP + row)

@@ -129,9 +129,7 @@ def _launch(
     launcher.launch(o, out, lse)
 
 
-def _scalars(
-    plan: Plan, problem: Problem, parts: int, target: Target
-) -> tuple[float | int, ...]:
+def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[float | int, ...]:
     """`kernels.sm100.operands.Scalars`, as a plain tuple."""
     sizes, traits = problem.sizes, problem.traits
     bytes_per_key = (traits.head_dim + traits.head_dim_v) * traits.p_format.bits // 8

@@ -1,4 +1,4 @@
-"""What is not finite in a row makes all of that row NaN, wherever it lies; other rows keep theirs."""
+"""What is not finite in a row makes all of it NaN, wherever it lies; other rows keep their bits."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def test_a_sink_of_nan_makes_its_head_nan() -> None:
 
 
 @pytest.mark.parametrize("operand", "qkv")
-def test_a_descale_of_nan_makes_its_head_nan(
-    operand: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_descale_of_nan_makes_its_head_nan(operand: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device nobody looks at the values of scales before the kernel does."""
     monkeypatch.setattr(ops, "check_values", lambda *_: None)
     x = normal(batch=1, seqlen_q=9, seqlen_k=140, nheads=2, nheads_kv=2, d=D)

@@ -1,7 +1,7 @@
 """Kernels whose rows are hardest to address still keep everything in registers.
 
-`benchmarks/static_sm100.py` has the same bar for plain calls; here are splits, pages, windows, sinks
-and groups that divide no tile.
+`benchmarks/static_sm100.py` has the same bar for plain calls; here are splits, pages, windows,
+sinks and groups that divide no tile.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ _LANE = 1 << 16  # tensor memory addresses: lane in the upper half, column in th
 
 
 def of_warp(tmem, thread):
-    """The address of the rows of a thread's warp, the same in all its lanes: kept in a uniform
-    register, where one made of the thread's number would be moved there for each load and store.
+    """The address of the rows of a thread's warp, the same in all its lanes.
+
+    It stays in a uniform register; the thread's own would be moved to one for each load and store.
     """
     return tmem + cute.arch.make_warp_uniform(thread // WARP) * (WARP * _LANE)
 

@@ -11,16 +11,18 @@ from torch import Tensor
 
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
+from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
-from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import ALIGNMENT, CombineSpec, Sm100Spec
 from flash_attn_fp8.target import Target
 
-_ALIGNMENT = 16  # bytes of a row: what TMA and 16-byte stores need
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
 _MEMO_LIMIT = 8192
-_L2_BYTES = 50 * 2**20  # of K and V that the units of work in flight should share
+# Of K and V that the units of work in flight should share: flash-attn-4's figure, less than half of
+# a B200's 126 MB, since what multiprocessors on both sides of the chip read lies in both halves.
+_L2_BYTES = 50 * 2**20
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
@@ -132,7 +134,7 @@ def _launch(
 def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[float | int, ...]:
     """`kernels.sm100.operands.Scalars`, as a plain tuple."""
     sizes, traits = problem.sizes, problem.traits
-    bytes_per_key = (traits.head_dim + traits.head_dim_v) * traits.p_format.bits // 8
+    bytes_per_key = (traits.head_dim + traits.head_dim_v) * FORMATS[traits.kv_format].bits // 8
     heads_at_once = _L2_BYTES // max(1, sizes.seqlen_k * bytes_per_key)
     return (
         sizes.softmax_scale,
@@ -153,12 +155,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    return x.data_ptr() % _ALIGNMENT == 0 and _has_aligned_rows(x.stride(), x.dtype)
+    return x.data_ptr() % ALIGNMENT == 0 and _has_aligned_rows(x.stride(), x.dtype)
 
 
 @lru_cache(maxsize=8192)
 def _has_aligned_rows(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    step = _ALIGNMENT // dtype.itemsize
+    step = ALIGNMENT // dtype.itemsize
     return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
 
 

@@ -15,8 +15,8 @@ from flash_attn_fp8.errors import Unsupported
 
 LIBRARY, PTX, CUBIN = "kernel.so", "kernel.ptx", "kernel.cubin"  # the files of an entry
 RUNTIME = "libcute_dsl_runtime.so"
-# Where the DSL's runtime library is. cu12 comes with the DSL; cu13 comes beside it, by an extra, and
-# is then the one that was asked for.
+# Where the DSL's runtime library is. cu12 comes with the DSL; cu13 comes beside it, by an extra,
+# and then it is what was asked for.
 _RUNTIME_WHEELS = ("nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-cu12")
 
 

@@ -14,15 +14,13 @@ from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import warp_arrives, warp_arrives_at_leader
+from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import WARP
-from flash_attn_fp8.kernels.sm100.mma import slot_and_use
+from flash_attn_fp8.kernels.sm100.geometry import VECTOR
 from flash_attn_fp8.kernels.sm100.schedule import each_unit, part_of
-from flash_attn_fp8.specs import TILE
+from flash_attn_fp8.specs import TILE, WARP
 
 _COLUMNS = 16  # of O that are rescaled at once
-_VECTOR = 16  # bytes of a global store
 
 
 @cute.jit
@@ -59,16 +57,16 @@ def _without_keys(ctx, thread, work):
 @cute.jit
 def _allow_output(ctx, tile, stage: cutlass.Constexpr):
     """Tell the MMA warp that key tile number `tile` may be added to O."""
-    slot, _ = slot_and_use(ctx.geometry, tile, stage)
+    slot, _ = ctx.geometry.slot_and_use(tile, stage)
     tensor_memory.fence_before_arrive()
-    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, Int32(slot))
+    arrive_at_leader(ctx.geometry, ctx.barriers.p_full.at(slot))
 
 
 @cute.jit
 def _receive(ctx, thread, stage: cutlass.Constexpr, message):
     ctx.barriers.scale_full.wait(stage, message)
     value = ctx.buffers.row_scale[thread, stage]
-    warp_arrives(ctx.barriers.scale_empty, Int32(stage))
+    arrive(ctx.barriers.scale_empty.at(stage))
     return value
 
 
@@ -133,8 +131,8 @@ def _zeros(ctx, column):
 def _staged(ctx, warp):
     """The 32 rows of a correction warp as 16-byte pieces, (words, piece, row)."""
     g = ctx.geometry
-    pieces = g.staging_columns * g.out_element // _VECTOR
-    words = _VECTOR // 4
+    pieces = g.staging_columns * g.out_element // VECTOR
+    words = VECTOR // 4
     layout = cute.make_layout((words, pieces, WARP), stride=(1, words, words * pieces))
     start = cute.recast_ptr(ctx.buffers.staging, dtype=Uint32) + warp * (WARP * pieces * words)
     return cute.make_tensor(start, layout), pieces
@@ -142,7 +140,7 @@ def _staged(ctx, warp):
 
 def _swizzled(piece, row, pieces: int):
     """Where a piece of a row lies, so that neither way through shared memory collides in a bank."""
-    rows_per_line = max(1, 128 // (_VECTOR * pieces))
+    rows_per_line = max(1, 128 // (VECTOR * pieces))
     return piece ^ ((row // rows_per_line) % pieces)
 
 
@@ -154,7 +152,7 @@ def _stage(ctx, o, thread):
     converted.store(o.load().to(ctx.out_dtype))
     words = cute.make_tensor(
         cute.recast_ptr(converted.iterator, dtype=Uint32),
-        cute.make_layout((_VECTOR // 4, g.staging_columns * g.out_element // _VECTOR)),
+        cute.make_layout((VECTOR // 4, g.staging_columns * g.out_element // VECTOR)),
     )
     staged, pieces = _staged(ctx, thread // WARP)
     row = thread % WARP
@@ -168,7 +166,7 @@ def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Const
     g = ctx.geometry
     warp, lane = thread // WARP, thread % WARP
     staged, pieces = _staged(ctx, warp)
-    per_piece = _VECTOR // g.out_element
+    per_piece = VECTOR // g.out_element
     # A loop at run time: unrolled, the rows' addresses would be kept from one column to the next,
     # in more registers than there are (some divide by a group that is no power of two).
     for i in cutlass.range(pieces, unroll=1):
@@ -176,7 +174,7 @@ def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Const
         row, piece = number // pieces, number % pieces
         token, head, exists = ctx.schedule.query(work, stage, warp * WARP + row)
         if exists:
-            words = cute.make_rmem_tensor(cute.make_layout(_VECTOR // 4), Uint32)
+            words = cute.make_rmem_tensor(cute.make_layout(VECTOR // 4), Uint32)
             cute.autovec_copy(staged[None, _swizzled(piece, row, pieces), row], words)
             target = _output_row(ctx, work, token, head)
             target = cute.logical_divide(target, cute.make_layout(per_piece))

@@ -31,18 +31,19 @@ from flash_attn_fp8.kernels.sm100.geometry import (
     TAIL_WARP,
     THREADS,
     TMEM_COLUMNS,
+    TOKEN_SCALE_KINDS,
     TOKEN_SCALE_SLOTS,
-    WARP,
     Geometry,
 )
 from flash_attn_fp8.kernels.sm100.load import Box, Loads, load_role
 from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.sm100.schedule import Schedule
+from flash_attn_fp8.kernels.sm100.shared_memory import zero_rows
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
-from flash_attn_fp8.kernels.sm100.tail import tail_role, zero_rows
-from flash_attn_fp8.kernels.sm100.token_scales import KINDS, token_scale_role
-from flash_attn_fp8.specs import TILE, Sm100Spec
+from flash_attn_fp8.kernels.sm100.tail import tail_role
+from flash_attn_fp8.kernels.sm100.token_scales import token_scale_role
+from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
 
@@ -185,7 +186,7 @@ class Sm100Forward:
         smem = SmemAllocator()
         barriers = Barriers.of(smem, g)
         rows = cute.make_layout((TILE, g.q_stage))
-        of_keys = cute.make_layout((TILE, KINDS, TOKEN_SCALE_SLOTS))
+        of_keys = cute.make_layout((TILE, TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS))
         buffers = Buffers(
             tmem_address=smem.allocate_array(Int32, 1),
             row_scale=smem.allocate_tensor(Float32, rows, 16),
@@ -202,7 +203,6 @@ class Sm100Forward:
         g = self.geometry
         return Context(
             geometry=g,
-            p_dtype=DTYPES[self.spec.traits.policy.p_format],
             out_dtype=self.out_dtype,
             tensors=tensors,
             scalars=scalars,

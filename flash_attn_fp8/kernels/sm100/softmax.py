@@ -21,12 +21,9 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
+from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import (
-    arrive,
-    warp_arrives,
-    warp_arrives_at_leader,
-)
+from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.encode import (
     SUM_SCALE,
@@ -36,8 +33,7 @@ from flash_attn_fp8.kernels.sm100.encode import (
     sum_of_16bit,
     sum_of_fp8,
 )
-from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
-from flash_attn_fp8.kernels.sm100.mma import slot_and_use
+from flash_attn_fp8.kernels.sm100.geometry import K_FACTOR, PAIRS_BY_FMA, V_INVERSE, V_LOG2
 from flash_attn_fp8.kernels.sm100.scales import (
     is_uniform,
     output_factor,
@@ -45,11 +41,9 @@ from flash_attn_fp8.kernels.sm100.scales import (
     row_factor,
 )
 from flash_attn_fp8.kernels.sm100.schedule import Work, each_unit, part_of
-from flash_attn_fp8.kernels.sm100.token_scales import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.policy import LN2, LOG2E
 from flash_attn_fp8.specs import TILE
 
-_NEG_INF = -Float32.inf
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
 _AT_ONCE = TILE // 2  # keys whose P is made and stored together
 
@@ -92,7 +86,7 @@ def _without_keys(ctx, stage, thread, work):
 
 def _nothing_seen():
     """(row_max, row_sum, row_sum_quantized) before the first tile."""
-    return Float32(_NEG_INF), Float32(0.0), Float32(0.0)
+    return Float32(NEG_INF), Float32(0.0), Float32(0.0)
 
 
 @cute.jit
@@ -129,7 +123,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     g, policy = ctx.geometry, ctx.traits.policy
     stage, thread = row.stage, row.thread
     row_max, row_sum, row_sum_quantized = state
-    slot, use = slot_and_use(g, tile, stage)
+    slot, use = g.slot_and_use(tile, stage)
     ctx.barriers.s_full.wait(slot, use)
     tensor_memory.fence_after_wait()
     address = row.tmem + g.s_column(slot)
@@ -145,7 +139,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
-    finite = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    finite = select(row_max == NEG_INF, Float32(0.0), row_max)
     shift = Float32(policy.max_offset) - finite
     zero = Float32(0.0), Float32(0.0)
     exact, rounded = zero, zero
@@ -162,7 +156,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
             rounded = _sum_of_rounded(ctx, words, rounded)
     cute.arch.fence_view_async_tmem_store()
     tensor_memory.fence_before_arrive()
-    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, slot)
+    arrive_at_leader(ctx.geometry, ctx.barriers.p_full.at(slot))
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
     row_sum = row_sum * rescale + (exact[0] + exact[1])
@@ -236,7 +230,7 @@ def _mask(ctx, s, row, n_block):
         visible = i < to_key
         if const_expr(ctx.traits.bounded_left):
             visible = visible & (i >= from_key)
-        s[i] = select(visible, s[i], _NEG_INF)
+        s[i] = select(visible, s[i], NEG_INF)
 
 
 @cute.jit
@@ -254,7 +248,7 @@ def _raise(policy: cutlass.Constexpr, row_max, tile_max):
     """(maximum, factor of what was summed before): raised where it lags by more than allowed."""
     highest = cute.arch.fmax(row_max, tile_max, nan=True)
     lag = highest - row_max
-    keeps = (lag <= policy.rescale_threshold) | (highest == _NEG_INF)
+    keeps = (lag <= policy.rescale_threshold) | (highest == NEG_INF)
     rescale = select(keeps, Float32(1.0), cute.math.exp2(-lag, fastmath=True))
     return select(keeps, row_max, highest), rescale
 
@@ -325,7 +319,7 @@ def _send(ctx, stage, thread, message, value):
     """Give the correction warps a number for this row; messages of a stage are counted."""
     ctx.barriers.scale_empty.wait_previous(stage, message)
     ctx.buffers.row_scale[thread, stage] = value
-    warp_arrives(ctx.barriers.scale_full, stage)
+    arrive(ctx.barriers.scale_full.at(stage))
 
 
 @cute.jit
@@ -338,25 +332,25 @@ def _finish(ctx, work, head, state):
     row_sum = select(row_max == row_max, row_sum, row_max)
     offset = ctx.traits.policy.max_offset
     total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
-    top = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    top = select(row_max == NEG_INF, Float32(0.0), row_max)
     lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
     rescale = Float32(1.0)
     if const_expr(ctx.traits.sink):
         # Of the splits, the first one counts the sink.
         logit = Float32(ctx.tensors.sink[head])
         if const_expr(ctx.geometry.spec.split):
-            logit = select(work.split == 0, logit, _NEG_INF)
+            logit = select(work.split == 0, logit, NEG_INF)
         lse = _log_add_exp(lse, logit)
         # A sink of infinity takes all weight; of NaN, all is NaN.
         sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
         highest = cute.arch.fmax(row_max, sink)
-        top = select(highest == _NEG_INF, Float32(0.0), highest)
+        top = select(highest == NEG_INF, Float32(0.0), highest)
         rescale = cute.math.exp2(row_max - top, fastmath=True)
         total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     inverse = select(total == total, inverse, total)  # NaN comes out as NaN
     # A row without keys is 0 whatever its sink is, as in a unit of work without keys.
-    inverse = select(row_max == _NEG_INF, Float32(0.0), inverse)
+    inverse = select(row_max == NEG_INF, Float32(0.0), inverse)
     return rescale * inverse * output_factor(ctx, work), lse
 
 
@@ -364,7 +358,7 @@ def _finish(ctx, work, head, state):
 def _log_add_exp(a, b):
     """log(exp a + exp b), in natural units so that one beside -inf is returned to the bit."""
     high, low = cute.arch.fmax(a, b, nan=True), cute.arch.fmin(a, b)
-    finite = select(high == _NEG_INF, Float32(0.0), high)
+    finite = select(high == NEG_INF, Float32(0.0), high)
     ratio = cute.math.exp2((low - finite) * LOG2E, fastmath=True)
     return high + cute.math.log2(1.0 + ratio, fastmath=True) * LN2
 
@@ -374,7 +368,7 @@ def _write_lse(ctx, work, stage, thread, lse):
     if const_expr(ctx.geometry.spec.writes_lse):
         token, head, exists = ctx.schedule.query(work, stage, thread)
         if exists:
-            lse = select(token < work.seqlen_q, lse, _NEG_INF)
+            lse = select(token < work.seqlen_q, lse, NEG_INF)
             target = part_of(ctx, ctx.tensors.lse, work.split)
             if const_expr(ctx.traits.q_layout == "varlen"):
                 target[head, work.offset_q + token] = lse

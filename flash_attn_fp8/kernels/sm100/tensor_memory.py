@@ -8,8 +8,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
-from flash_attn_fp8.kernels.sm100.geometry import WARP
-from flash_attn_fp8.specs import TILE
+from flash_attn_fp8.specs import TILE, WARP
 
 _LANE = 1 << 16  # tensor memory addresses: lane in the upper half, column in the lower
 

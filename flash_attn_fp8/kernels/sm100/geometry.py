@@ -33,7 +33,7 @@ ROLES = (
 
 
 # Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential
-# unit takes 16 cycles a pair and warp, the FMA pipe 12 (docs/kernel_sm100.md has the balance).
+# unit takes 16 cycles a pair and warp, the FMA pipe 14 (docs/kernel_sm100.md has the balance).
 PAIRS_BY_FMA = 20
 
 # Two score tiles are in flight: one per query tile, or of successive key tiles.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,16 +11,18 @@ from torch import Tensor
 
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
+from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
-from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import ALIGNMENT, CombineSpec, Sm100Spec
 from flash_attn_fp8.target import Target
 
-_ALIGNMENT = 16  # bytes of a row: what TMA and 16-byte stores need
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
 _MEMO_LIMIT = 8192
-_L2_BYTES = 50 * 2**20  # of K and V that the units of work in flight should share
+# Of K and V that the units of work in flight should share: flash-attn-4's figure, less than half of
+# a B200's 126 MB, since what multiprocessors on both sides of the chip read lies in both halves.
+_L2_BYTES = 50 * 2**20
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
@@ -44,40 +45,33 @@ def _simulate(
     from flash_attn_fp8.kernels.sm100.geometry import ROLES
 
     asked = settings()
-    if asked.target != plan.target:
-        plan = _on(plan, asked.target)
     if asked.trace is not None and not asked.trace.names:
         asked.trace.names.update(ROLES)
-    with sim.device(plan.target.arch, **asked.device_options()) as gpu:
+    with sim.device(asked.target.arch, **asked.device_options()) as gpu:
         # Memory that the device knows: an access outside of any of these is an error.
         copies = [None if t is None else t.clone() for t in operands]
         o = Operands(*copies)  # type: ignore[arg-type]
         here = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
         gpu.runs = asked.runs  # known even if a launch ends in a finding
-        _launch(plan, problem, o, *here)
+        _launch(plan, problem, o, *here, asked.target)
     out.copy_(here[0])
     if lse is not None and here[1] is not None:
         lse.copy_(here[1])
 
 
-@lru_cache(maxsize=64)  # launchers know plans by identity
-def _on(plan: Plan, target: Target) -> Plan:
-    return replace(plan, target=target)
-
-
 class _Launcher:
     """What all calls of a plan have in common, found once: a launch is on every call's way."""
 
-    def __init__(self, plan: Plan, problem: Problem) -> None:
+    def __init__(self, plan: Plan, problem: Problem, target: Target) -> None:
         spec = plan.spec
         if not isinstance(spec, Sm100Spec):
             raise TypeError(f"no compiled kernel has the spec {spec!r}")
         self.plan = plan  # lives as long as this, so that its id is no other plan's
         self.problem, self.traits = problem, problem.traits
-        self.kernel = _kernel(spec, plan.target.arch)
-        self.combine = _kernel(spec.combine, plan.target.arch) if spec.split else None
+        self.kernel = _kernel(spec, target.arch)
+        self.combine = _kernel(spec.combine, target.arch) if spec.split else None
         self.parts = plan.split.parts(problem.sizes.seqlen_k) if spec.split else 1
-        self.scalars = _scalars(plan, problem, self.parts)
+        self.scalars = _scalars(plan, problem, self.parts, target)
 
     def launch(self, o: Operands, out: Tensor, lse: Tensor | None) -> None:
         if self.combine is not None:
@@ -113,25 +107,34 @@ class _Launcher:
         )  # fmt: skip
 
 
-_launchers: dict[tuple[int, bool], _Launcher] = {}
+_launchers: dict[tuple[int, Target | None, bool], _Launcher] = {}
 
 
-def _launch(plan: Plan, problem: Problem, o: Operands, out: Tensor, lse: Tensor | None) -> None:
-    # By identity, since plans are memoised, and to hash one takes as long as to launch. A simulated
-    # device has kernels of its own, also for the plan of a GPU that a program believes in.
-    key = id(plan), sim.is_active()
+def _launch(
+    plan: Plan,
+    problem: Problem,
+    o: Operands,
+    out: Tensor,
+    lse: Tensor | None,
+    target: Target | None = None,
+) -> None:
+    """Launch on a target: the plan's, unless `simulate` was asked for another."""
+    # By identity: plans are memoised by problem, and equal ones of two problems have other scalars.
+    # (To hash a plan takes as long as to launch.) A simulated device has kernels of its own, also
+    # for the plan of a GPU that a program believes in.
+    key = id(plan), target, sim.is_active()
     launcher = _launchers.get(key)
     if launcher is None:
         if len(_launchers) >= _MEMO_LIMIT:
             _launchers.clear()
-        launcher = _launchers[key] = _Launcher(plan, problem)
+        launcher = _launchers[key] = _Launcher(plan, problem, target or plan.target)
     launcher.launch(o, out, lse)
 
 
-def _scalars(plan: Plan, problem: Problem, parts: int) -> tuple[float | int, ...]:
+def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[float | int, ...]:
     """`kernels.sm100.operands.Scalars`, as a plain tuple."""
     sizes, traits = problem.sizes, problem.traits
-    bytes_per_key = (traits.head_dim + traits.head_dim_v) * traits.p_format.bits // 8
+    bytes_per_key = (traits.head_dim + traits.head_dim_v) * FORMATS[traits.kv_format].bits // 8
     heads_at_once = _L2_BYTES // max(1, sizes.seqlen_k * bytes_per_key)
     return (
         sizes.softmax_scale,
@@ -142,7 +145,7 @@ def _scalars(plan: Plan, problem: Problem, parts: int) -> tuple[float | int, ...
         parts,
         plan.split.keys or 0,
         max(1, heads_at_once) if traits.bounded_right else 1,
-        plan.target.sm_count,
+        target.sm_count,
     )
 
 
@@ -152,12 +155,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    return x.data_ptr() % _ALIGNMENT == 0 and _has_aligned_rows(x.stride(), x.dtype)
+    return x.data_ptr() % ALIGNMENT == 0 and _has_aligned_rows(x.stride(), x.dtype)
 
 
 @lru_cache(maxsize=8192)
 def _has_aligned_rows(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    step = _ALIGNMENT // dtype.itemsize
+    step = ALIGNMENT // dtype.itemsize
     return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
 
 

@@ -189,7 +189,9 @@ def _spec(
 
 
 def _pays_to_pair(problem: Problem, group: int) -> bool:
-    """Whether two SM100 CTAs share K and V: the one choice of a kernel that sizes take part in.
+    """Whether two SM100 CTAs share K and V.
+
+    Sizes have a part in the choice of a kernel here and in an automatic split, nowhere else.
 
     From head dim 128 on, with both operands of Q Kᵀ in shared memory, one CTA reads that at its
     limit of 128 bytes a clock or beyond; a pair reads a third less

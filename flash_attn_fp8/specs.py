@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from flash_attn_fp8.problem import Traits
 
 TILE = 128  # query rows of a tile, and keys of a tile
+WARP = 32  # threads
+ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _from_disk(spec: Spec, key: Key) -> Kernel:
     entry = keep(spec, key.arch, key.linkage)
     try:
         return _load(entry, key)
-    except Unsupported:
+    except Unsupported:  # a RuntimeError, but no fault of the entry: to make it anew would not help
         raise
     except (OSError, RuntimeError, AttributeError) as error:
         _log.warning("%s does not load and is made anew: %s", entry, error)

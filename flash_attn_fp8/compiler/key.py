@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from flash_attn_fp8.compiler.link import runtime_wheel
+
 Linkage = Literal["gpu", "simulator"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,13 +27,17 @@ _SOURCES_OF_SIMULATION = (*_SOURCES, "sim/cute")
 
 @dataclass(frozen=True)
 class Key:
-    """All that decides a kernel's code. `linkage`: for a GPU, or for the simulated one."""
+    """All that decides a kernel's code. `linkage`: for a GPU, or for the simulated one.
+
+    `runtime`: the wheel that it is linked with. CUDA 12's and 13's have one version of the DSL.
+    """
 
     spec: str
     arch: str
     linkage: Linkage
     sources: str
     dsl: str
+    runtime: str
     tvm_ffi: str
     machine: str
 
@@ -54,6 +60,7 @@ def key_of(spec: object, arch: str, linkage: Linkage = "gpu") -> Key:
         linkage=linkage,
         sources=fingerprint(linkage),
         dsl=installed("nvidia-cutlass-dsl"),
+        runtime=runtime_wheel(),
         tvm_ffi=installed("apache-tvm-ffi"),
         machine=platform.machine(),
     )

@@ -15,7 +15,8 @@ from flash_attn_fp8.errors import Unsupported
 
 LIBRARY, PTX, CUBIN = "kernel.so", "kernel.ptx", "kernel.cubin"  # the files of an entry
 RUNTIME = "libcute_dsl_runtime.so"
-# Where the DSL's runtime library is: one of these is installed, for the CUDA that was chosen.
+# Where the DSL's runtime library is. cu12 comes with the DSL; cu13 comes beside it, by an extra,
+# and then it is what was asked for.
 _RUNTIME_WHEELS = ("nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-cu12")
 
 
@@ -36,13 +37,27 @@ def require_c_compiler() -> str:
     return found
 
 
-@cache
 def runtime_library() -> Path:
     """The DSL's runtime library, whose functions the host code of a kernel calls.
 
     Raises:
         Unsupported: it is not installed.
     """
+    found = _runtime()
+    if found is None:
+        wanted = " or ".join(_RUNTIME_WHEELS)
+        raise Unsupported(f"{RUNTIME} is not installed; install nvidia-cutlass-dsl ({wanted})")
+    return found[1]
+
+
+def runtime_wheel() -> str:
+    """The name and version of the wheel that the runtime library is from; empty without one."""
+    found = _runtime()
+    return "" if found is None else f"{found[0]} {metadata.version(found[0])}"
+
+
+@cache
+def _runtime() -> tuple[str, Path] | None:
     for wheel in _RUNTIME_WHEELS:
         try:
             files = metadata.files(wheel) or []
@@ -50,9 +65,8 @@ def runtime_library() -> Path:
             continue
         for file in files:
             if file.name == RUNTIME and "stubs" not in file.parts:
-                return Path(str(file.locate()))
-    wanted = " or ".join(_RUNTIME_WHEELS)
-    raise Unsupported(f"{RUNTIME} is not installed; install nvidia-cutlass-dsl ({wanted})")
+                return wheel, Path(str(file.locate()))
+    return None
 
 
 def link(object_file: Path, library: Path, compiler: str) -> None:

@@ -1,7 +1,9 @@
 """Kernels by the model that needs them: what `flash-attn-fp8 compile --preset` builds.
 
-A preset stands for calls, made on meta tensors, and its specs are those of their plans: they cannot
-differ from what a real call of that kind runs.
+A preset stands for calls, made on meta tensors, and its specs are those of their plans: each is one
+that a real call of that kind runs. Those of dense calls are made for few and for many rows, since
+that decides whether CTAs work in pairs; the split of paged ones is asked for, where a real call's
+may follow from its lengths.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from flash_attn_fp8.target import target_named
 
 ARCHS = ("sm_100a",)
 Layout = Literal["dense", "packed", "paged"]
+# Queries of dense calls: as few and as many as decide on pairs of CTAs, whatever the group.
+_SEQLENS_Q = (1, 1024)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Every combination of its fields is a kernel.
+    """Every combination of its fields is a call; calls that differ in kernels give several.
 
     `groups`: query heads of a KV head, packed into one tile. `page_sizes` are those of paged calls,
     which are also compiled for split keys, with the kernel that merges the parts.
@@ -110,21 +114,27 @@ def _calls(preset: Preset) -> Iterator[Call]:
     )
     for layout, group, fmt, causal, window, lse in kinds:
         asked = options._replace(causal=causal, window_left=window, return_lse=lse)
-        if layout != "paged":
+        if layout == "packed":
             yield _call(preset, layout, group, fmt, asked)
+            continue
+        if layout == "dense":
+            for seqlen_q in _SEQLENS_Q:
+                yield _call(preset, layout, group, fmt, asked, seqlen_q)
             continue
         for page_size, parts in product(preset.page_sizes, (1, 2)):
             asked = asked._replace(num_splits=parts)
             yield _call(replace(preset, page_sizes=(page_size,)), layout, group, fmt, asked)
 
 
-def _call(preset: Preset, layout: Layout, group: int, fmt: str, options: Options) -> Call:
-    """A call of two sequences of 128 tokens and two KV heads; sizes decide nothing."""
+def _call(
+    preset: Preset, layout: Layout, group: int, fmt: str, options: Options, seqlen_q: int = 128
+) -> Call:
+    """A call of two sequences of 128 keys and two KV heads; `seqlen_q` queries where dense."""
     dtype, int32, fp32 = FORMATS[fmt].dtype, torch.int32, torch.float32
     d, dv = preset.head_dims
     page_size = preset.page_sizes[0]
     rows = {"dense": (2, 128), "packed": (256,), "paged": (16, page_size)}
-    of_q = rows["packed" if layout == "paged" else layout]
+    of_q = (2, seqlen_q) if layout == "dense" else rows["packed"]
     bounds = None if layout == "dense" else _meta(int32, 3)
     scale = _meta(fp32, 2, 2) if preset.scales else None
     operands = Operands(

@@ -16,9 +16,7 @@ from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
 from flash_attn_fp8.problem import Descale
-from flash_attn_fp8.specs import CacheSpec, CombineSpec, Sm100Spec
-
-ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
+from flash_attn_fp8.specs import ALIGNMENT, CacheSpec, CombineSpec, Sm100Spec
 
 
 def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:

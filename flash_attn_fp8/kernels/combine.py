@@ -13,14 +13,12 @@ from cutlass import Float32, Int32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.combine_operands import CombineTensors
-from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.dtypes import DTYPES, NEG_INF
 from flash_attn_fp8.policy import LN2, LOG2E
-from flash_attn_fp8.specs import CombineSpec
+from flash_attn_fp8.specs import WARP, CombineSpec
 
-WARP = 32
 WARPS = 4
 _AT_ONCE = 8  # parts whose loads are in flight
-_NEG_INF = -Float32.inf
 
 
 class Combine:
@@ -124,12 +122,12 @@ def _weight(lse, top):
 @cute.jit
 def _weights(lse_partial, lane):
     """(largest lse, 0 where there are no keys; sum of exp(lse - it))."""
-    top, part = Float32(_NEG_INF), lane
+    top, part = Float32(NEG_INF), lane
     while part < lse_partial.shape[0]:
         top = cute.arch.fmax(top, lse_partial[part])
         part += WARP
     top = cute.arch.warp_reduction(top, cute.arch.fmax)
-    top = select(top == _NEG_INF, Float32(0.0), top)
+    top = select(top == NEG_INF, Float32(0.0), top)
     total, part = Float32(0.0), lane
     while part < lse_partial.shape[0]:
         total += _weight(lse_partial[part], top)

@@ -1,4 +1,4 @@
-"""Formats of the package as types of CuTe DSL."""
+"""Formats of the package as types of CuTe DSL, and the number that stands for no key."""
 
 from __future__ import annotations
 
@@ -12,3 +12,5 @@ DTYPES = {
     "fp32": cutlass.Float32,
     "int8": cutlass.Int8,
 }
+
+NEG_INF = -cutlass.Float32.inf

@@ -82,7 +82,10 @@ _LOWEST = -127.0  # 2**x becomes 0 there, exactly: its exponent field is 0
 
 
 def exp2_by_fma(a: Float32, b: Float32):
-    """2**a and 2**b on the FMA pipe, for arguments up to 126; 0 below -126.5; no NaN."""
+    """2**a and 2**b on the FMA pipe, for arguments up to 126; 0 from -127 down, and for NaN.
+
+    Between -127 and -126 it is some subnormal number.
+    """
     low = Float32(_LOWEST)
     a, b = cute.arch.fmax(a, low), cute.arch.fmax(b, low)
     magic, negative = Float32(_ROUND), Float32(-_ROUND)

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import flash_attn_fp8 as fa
 from flash_attn_fp8.cli import app
 from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.compiler.presets import PRESETS, specs_of
@@ -48,6 +50,21 @@ def test_a_preset_compiles_each_of_its_kernels_once(name: str, exported: list[ob
     assert exported == list(wanted)
     assert ended.stdout.startswith(f"{len(wanted)} kernels, {len(wanted)} of them compiled now")
     assert run("--preset", name).stdout.startswith(f"{len(wanted)} kernels, 0 of them")
+
+
+def test_a_preset_has_the_kernels_of_calls_of_any_length() -> None:
+    """The only choice that sizes have a part in, but for splits: whether CTAs work in pairs."""
+
+    def planned(seqlen: int) -> object:
+        q = torch.empty(1, seqlen, 4, 128, dtype=torch.float8_e4m3fn, device="meta")
+        scales = {f"{name}_descale": torch.empty(1, 4, device="meta") for name in "qkv"}
+        call = {"q": q, "k": q, "v": q, "target": "sm_100a", **scales}
+        return fa.explain(fa.flash_attn_func, **call).plan.spec
+
+    specs = specs_of(PRESETS["encoder"], "sm_100a")
+    assert {planned(seqlen) for seqlen in (1, 256, 257, 5000)} <= set(specs)
+    assert {spec.pair for spec in specs if spec.traits.q_layout == "dense"} == {False, True}
+    assert len(set(specs)) == len(specs)
 
 
 def test_out_makes_a_bundle(tmp_path: Path) -> None:

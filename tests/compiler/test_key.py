@@ -2,11 +2,13 @@
 
 import shutil
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from flash_attn_fp8.compiler import key as keys
+from flash_attn_fp8.compiler import link
 from flash_attn_fp8.compiler.key import digest_of, fingerprint, key_of
 from tests.compiler.conftest import ARCH, SMALL
 
@@ -44,6 +46,21 @@ def test_every_field_of_a_key_is_in_its_digest() -> None:
     key = key_of(SMALL, ARCH)
     others = [replace(key, **{field: "other"}) for field in key.__dataclass_fields__]
     assert len({key.digest, *(other.digest for other in others)}) == len(others) + 1
+
+
+def test_kernels_of_another_cuda_are_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra cu13 installs a second runtime, of the same version, which is then linked with."""
+    key = key_of(SMALL, ARCH)
+    cu13, cu12 = link._RUNTIME_WHEELS
+    files, version = metadata.files, metadata.version
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "files", lambda name: files(cu12 if name == cu13 else name))
+        patched.setattr(metadata, "version", lambda name: version(cu12 if name == cu13 else name))
+        link._runtime.cache_clear()
+        other = key_of(SMALL, ARCH)
+    link._runtime.cache_clear()
+    assert other.runtime == key.runtime.replace("cu12", "cu13") != key.runtime
+    assert other.digest != key.digest == key_of(SMALL, ARCH).digest
 
 
 def test_a_spec_an_architecture_and_a_linkage_have_keys_of_their_own() -> None:

@@ -12,6 +12,7 @@ from flash_attn_fp8 import compiled, sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.target import target_named
 
 
 class Kernels:
@@ -75,6 +76,16 @@ def test_kernels_and_scalars_are_found_once_a_plan(kernels: Kernels) -> None:
     other = planned(o, softmax_scale=0.5)
     compiled._launch(*other, o, out, None)
     assert (kernels.calls[0][1][0], kernels.calls[3][1][0]) == (0.125, 0.5)
+
+
+def test_a_launch_on_another_target_has_scalars_of_its_own(kernels: Kernels) -> None:
+    """`simulate(target=...)` on a plan of a device of another size."""
+    o, out = operands(), output()
+    plan, problem = planned(o)
+    for target in (None, target_named("sm_100a:2"), None):
+        compiled._launch(plan, problem, o, out, None, target)
+    sms = [scalars[-1] for _, scalars in kernels.calls]
+    assert sms == [plan.target.sm_count, 2, plan.target.sm_count]
 
 
 @pytest.mark.parametrize("by", ["address", "stride"])

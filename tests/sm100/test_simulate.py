@@ -51,6 +51,14 @@ def test_the_bits_of_impl_sim_whatever_the_settings(options: dict[str, Any], pla
     assert run.traffic["bulk tensor bytes global to shared"] == tiles * 128 * 64
 
 
+def test_another_target_has_the_scalars_of_each_call() -> None:
+    """Two problems with equal plans: a launch is remembered by problem and by target."""
+    for softmax_scale in (0.125, 0.5):
+        call = CALL | {"softmax_scale": softmax_scale}
+        result, _ = fa.simulate(fa.flash_attn_func, *QKV, target="sm_100a:2", **call)
+        assert same_bits(result, fa.flash_attn_func(*QKV, impl="sim", **call))
+
+
 def test_a_seed_replays(plain: Any) -> None:
     def waits(seed: int) -> Any:
         _, (run,) = fa.simulate(fa.flash_attn_func, *QKV, schedule="random", seed=seed, **CALL)

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int64, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
 from flash_attn_fp8.kernels.sm100.geometry import (
@@ -58,6 +58,26 @@ class Ring:
 
     def wait_empty(self, use) -> None:
         cute.arch.mbarrier_wait(self.empty(use), ((use // self.slots) & 1) ^ 1)
+
+    def wait_all_empty(self, uses) -> None:
+        """Wait until all of so many uses are over; slots that were never used pass at once."""
+        for slot in range(self.slots):
+            self.wait_empty(uses + slot)
+
+
+# K and V tiles share a ring, in the order in which the MMA warp reads them: K of the first
+# `lookahead` key tiles, then V of each, and after it K of the tile that is `lookahead` ahead. A
+# unit of work of `n` key tiles, before which the CTA had `tiles`, uses the ring `2 * n` times.
+
+
+def k_use(geometry, tiles, i):
+    """Which use of the ring is K of key tile `i` of a unit."""
+    return tiles * 2 + i + cutlass.max(i + 1 - geometry.lookahead, 0)
+
+
+def v_use(geometry, tiles, n, i):
+    """Which use of the ring is V of key tile `i` of a unit of `n`."""
+    return tiles * 2 + i + cutlass.min(i + geometry.lookahead, n)
 
 
 @dataclass(frozen=True)
@@ -127,22 +147,19 @@ class Barriers:
 
 @cute.jit
 def arrive(barrier, cta: cutlass.Constexpr = None):
-    """One arrival for a warp whose lanes have all done what they announce; at a CTA, or its own."""
+    """One arrival for a warp whose lanes have all done what they announce.
+
+    At the barrier of CTA `cta` of a pair; by default of its own.
+    """
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier, cta)
 
 
 @cute.jit
-def warp_arrives(signal: cutlass.Constexpr, slot: Int32):
-    """The same at a signal."""
-    arrive(signal.at(slot))
-
-
-@cute.jit
-def warp_arrives_at_leader(geometry: cutlass.Constexpr, signal: cutlass.Constexpr, slot: Int32):
-    """The same at that of the CTA whose MMA warp issues."""
-    arrive(signal.at(slot), None if geometry.ctas == 1 else 0)
+def arrive_at_leader(geometry: cutlass.Constexpr, barrier):
+    """One arrival for a warp at the CTA whose MMA warp issues: rank 0 of a pair, or its own."""
+    arrive(barrier, None if geometry.ctas == 1 else 0)
 
 
 @cute.jit

@@ -36,7 +36,6 @@ class Context:
     """Tensors, buffers, barriers; the units of work of this CTA: first, first + stride, ..."""
 
     geometry: Geometry
-    p_dtype: Any
     out_dtype: Any
     tensors: Tensors
     scalars: Scalars

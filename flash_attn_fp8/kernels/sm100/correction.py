@@ -14,21 +14,20 @@ from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import warp_arrives, warp_arrives_at_leader
+from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import WARP
-from flash_attn_fp8.kernels.sm100.mma import slot_and_use
+from flash_attn_fp8.kernels.sm100.geometry import VECTOR
 from flash_attn_fp8.kernels.sm100.schedule import each_unit, part_of
-from flash_attn_fp8.specs import TILE
+from flash_attn_fp8.specs import TILE, WARP
 
 _COLUMNS = 16  # of O that are rescaled at once
-_VECTOR = 16  # bytes of a global store
 
 
 @cute.jit
 def correction_role(ctx: Context, tmem):
     """Both query tiles of one unit of work after another."""
     thread = cute.arch.thread_idx()[0] % TILE
+    tmem = tensor_memory.of_warp(tmem, thread)
     each_unit(ctx, partial(_unit, ctx, tmem, thread), partial(_without_keys, ctx, thread))
 
 
@@ -43,6 +42,7 @@ def _unit(ctx, tmem, thread, work, units: Int32, tiles: Int32):
     for stage in cutlass.range_constexpr(g.q_stage):
         factor = _receive(ctx, thread, stage, last)
         ctx.barriers.o_full.wait(stage, last)
+        tensor_memory.fence_after_wait()
         _store(
             ctx, work, stage, thread, partial(_normalized, ctx, tmem, work, stage, thread, factor)
         )
@@ -57,15 +57,16 @@ def _without_keys(ctx, thread, work):
 @cute.jit
 def _allow_output(ctx, tile, stage: cutlass.Constexpr):
     """Tell the MMA warp that key tile number `tile` may be added to O."""
-    slot, _ = slot_and_use(ctx.geometry, tile, stage)
-    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, Int32(slot))
+    slot, _ = ctx.geometry.slot_and_use(tile, stage)
+    tensor_memory.fence_before_arrive()
+    arrive_at_leader(ctx.geometry, ctx.barriers.p_full.at(slot))
 
 
 @cute.jit
 def _receive(ctx, thread, stage: cutlass.Constexpr, message):
     ctx.barriers.scale_full.wait(stage, message)
     value = ctx.buffers.row_scale[thread, stage]
-    warp_arrives(ctx.barriers.scale_empty, Int32(stage))
+    arrive(ctx.barriers.scale_empty.at(stage))
     return value
 
 
@@ -75,13 +76,14 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
     g = ctx.geometry
     factor = _receive(ctx, thread, stage, tile - 1)
     ctx.barriers.o_full.wait(stage, tile - 1)
+    tensor_memory.fence_after_wait()
     if cute.arch.vote_any_sync(factor != 1.0):
         address = tmem + g.o_column(stage)
         for column in cutlass.range_constexpr(0, g.head_dim_v, _COLUMNS):
-            o = tensor_memory.load(address + column, _COLUMNS, thread, _COLUMNS)
+            o = tensor_memory.load(address + column, _COLUMNS, _COLUMNS)
             cute.arch.fence_view_async_tmem_load()
             _scale(o, factor)
-            tensor_memory.store(o, address + column, _COLUMNS, thread, _COLUMNS)
+            tensor_memory.store(o, address + column, _COLUMNS, _COLUMNS)
         cute.arch.fence_view_async_tmem_store()
     _allow_output(ctx, tile, stage)
 
@@ -112,7 +114,7 @@ def _normalized(ctx, tmem, work, stage, thread, factor, column: cutlass.Constexp
     g = ctx.geometry
     columns = g.staging_columns
     token, _, _ = ctx.schedule.query(work, stage, thread)
-    o = tensor_memory.load(tmem + g.o_column(stage) + column, columns, thread)
+    o = tensor_memory.load(tmem + g.o_column(stage) + column, columns)
     cute.arch.fence_view_async_tmem_load()
     _scale(o, factor)
     for i in cutlass.range_constexpr(columns):
@@ -129,8 +131,8 @@ def _zeros(ctx, column):
 def _staged(ctx, warp):
     """The 32 rows of a correction warp as 16-byte pieces, (words, piece, row)."""
     g = ctx.geometry
-    pieces = g.staging_columns * g.out_element // _VECTOR
-    words = _VECTOR // 4
+    pieces = g.staging_columns * g.out_element // VECTOR
+    words = VECTOR // 4
     layout = cute.make_layout((words, pieces, WARP), stride=(1, words, words * pieces))
     start = cute.recast_ptr(ctx.buffers.staging, dtype=Uint32) + warp * (WARP * pieces * words)
     return cute.make_tensor(start, layout), pieces
@@ -138,7 +140,7 @@ def _staged(ctx, warp):
 
 def _swizzled(piece, row, pieces: int):
     """Where a piece of a row lies, so that neither way through shared memory collides in a bank."""
-    rows_per_line = max(1, 128 // (_VECTOR * pieces))
+    rows_per_line = max(1, 128 // (VECTOR * pieces))
     return piece ^ ((row // rows_per_line) % pieces)
 
 
@@ -150,7 +152,7 @@ def _stage(ctx, o, thread):
     converted.store(o.load().to(ctx.out_dtype))
     words = cute.make_tensor(
         cute.recast_ptr(converted.iterator, dtype=Uint32),
-        cute.make_layout((_VECTOR // 4, g.staging_columns * g.out_element // _VECTOR)),
+        cute.make_layout((VECTOR // 4, g.staging_columns * g.out_element // VECTOR)),
     )
     staged, pieces = _staged(ctx, thread // WARP)
     row = thread % WARP
@@ -164,13 +166,15 @@ def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Const
     g = ctx.geometry
     warp, lane = thread // WARP, thread % WARP
     staged, pieces = _staged(ctx, warp)
-    per_piece = _VECTOR // g.out_element
-    for i in cutlass.range_constexpr(pieces):
+    per_piece = VECTOR // g.out_element
+    # A loop at run time: unrolled, the rows' addresses would be kept from one column to the next,
+    # in more registers than there are (some divide by a group that is no power of two).
+    for i in cutlass.range(pieces, unroll=1):
         number = i * WARP + lane
         row, piece = number // pieces, number % pieces
         token, head, exists = ctx.schedule.query(work, stage, warp * WARP + row)
         if exists:
-            words = cute.make_rmem_tensor(cute.make_layout(_VECTOR // 4), Uint32)
+            words = cute.make_rmem_tensor(cute.make_layout(VECTOR // 4), Uint32)
             cute.autovec_copy(staged[None, _swizzled(piece, row, pieces), row], words)
             target = _output_row(ctx, work, token, head)
             target = cute.logical_divide(target, cute.make_layout(per_piece))

@@ -11,10 +11,12 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Float32, Int32, const_expr
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import Barriers
 from flash_attn_fp8.kernels.sm100.context import Buffers, Context
 from flash_attn_fp8.kernels.sm100.correction import correction_role
@@ -29,18 +31,19 @@ from flash_attn_fp8.kernels.sm100.geometry import (
     TAIL_WARP,
     THREADS,
     TMEM_COLUMNS,
+    TOKEN_SCALE_KINDS,
     TOKEN_SCALE_SLOTS,
-    WARP,
     Geometry,
 )
 from flash_attn_fp8.kernels.sm100.load import Box, Loads, load_role
 from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.sm100.schedule import Schedule
+from flash_attn_fp8.kernels.sm100.shared_memory import zero_rows
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
-from flash_attn_fp8.kernels.sm100.tail import tail_role, zero_rows
-from flash_attn_fp8.kernels.sm100.token_scales import KINDS, token_scale_role
-from flash_attn_fp8.specs import TILE, Sm100Spec
+from flash_attn_fp8.kernels.sm100.tail import tail_role
+from flash_attn_fp8.kernels.sm100.token_scales import token_scale_role
+from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
 
@@ -137,12 +140,14 @@ class Sm100Forward:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self._set_up(buffers, barriers, warp, (tma.q_atom, tma.k_atom, tma.v_atom))
 
-        if warp == LOAD_WARP:
+        # Before the roles part: `setmaxnreg` is one instruction for all warps of a warpgroup.
+        if warp >= MMA_WARP:
             cute.arch.setmaxregister_decrease(registers.others)
+
+        if warp == LOAD_WARP:
             load_role(context(), _loads(tma, boxes))
 
         elif warp == MMA_WARP:
-            cute.arch.setmaxregister_decrease(registers.others)
             cute.arch.alloc_tmem(TMEM_COLUMNS, buffers.tmem_address, self.spec.pair)
             tmem = self._tensor_memory(buffers)
             cute.arch.relinquish_tmem_alloc_permit(self.spec.pair)
@@ -151,7 +156,17 @@ class Sm100Forward:
                 mma_role(ctx, products, fragments(ctx, products, tmem))
             self._meet()
 
-        elif warp >= CORRECTION_WARP and warp < MMA_WARP:
+        elif warp == TAIL_WARP:
+            if const_expr(self.geometry.cleans_tail):
+                tail_role(context())
+
+        elif warp == SCALE_WARP:
+            if const_expr(self.spec.traits.q_layout == "varlen"):
+                fill_role(context())
+            if const_expr(self.geometry.scales_per_token):
+                token_scale_role(context())
+
+        elif warp >= CORRECTION_WARP:
             cute.arch.setmaxregister_decrease(registers.correction)
             correction_role(context(), self._tensor_memory(buffers))
             self._meet()
@@ -161,19 +176,8 @@ class Sm100Forward:
             softmax_role(context(), warp // SOFTMAX_WARPS, self._tensor_memory(buffers))
             self._meet()
 
-        elif warp < CORRECTION_WARP:
-            cute.arch.setmaxregister_decrease(registers.idle)
-
         else:
-            cute.arch.setmaxregister_decrease(registers.others)
-            if const_expr(self.geometry.cleans_tail):
-                if warp == TAIL_WARP:
-                    tail_role(context())
-            if warp == SCALE_WARP:
-                if const_expr(self.spec.traits.q_layout == "varlen"):
-                    fill_role(context())
-                if const_expr(self.geometry.scales_per_token):
-                    token_scale_role(context())
+            cute.arch.setmaxregister_decrease(registers.idle)
 
         self._tear_down(buffers, warp)
 
@@ -182,7 +186,7 @@ class Sm100Forward:
         smem = SmemAllocator()
         barriers = Barriers.of(smem, g)
         rows = cute.make_layout((TILE, g.q_stage))
-        of_keys = cute.make_layout((TILE, KINDS, TOKEN_SCALE_SLOTS))
+        of_keys = cute.make_layout((TILE, TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS))
         buffers = Buffers(
             tmem_address=smem.allocate_array(Int32, 1),
             row_scale=smem.allocate_tensor(Float32, rows, 16),
@@ -199,7 +203,6 @@ class Sm100Forward:
         g = self.geometry
         return Context(
             geometry=g,
-            p_dtype=DTYPES[self.spec.traits.policy.p_format],
             out_dtype=self.out_dtype,
             tensors=tensors,
             scalars=scalars,
@@ -237,16 +240,22 @@ class Sm100Forward:
         return cute.arch.retrieve_tmem_ptr(Float32, 16, buffers.tmem_address)
 
     def _meet(self) -> None:
-        """Softmax, correction and MMA warps."""
+        """Softmax, correction and MMA warps hand tensor memory over to one another."""
         users = SOFTMAX_WARPS * self.geometry.q_stage + CORRECTION_WARPS + 1
-        cute.arch.barrier(barrier_id=_TMEM_BARRIER, number_of_threads=WARP * users)
+        tensor_memory.fence_before_arrive()
+        # Not `cute.arch.barrier`: that is `.aligned`, for warps that execute the same instruction.
+        number, threads = (Int32(n).ir_value() for n in (_TMEM_BARRIER, WARP * users))
+        nvvm.barrier_cta_sync(number, thread_count=threads, aligned=False)
+        tensor_memory.fence_after_wait()
 
     @cute.jit
     def _tear_down(self, buffers, warp):
         """Tensor memory is freed when nobody uses it, in either CTA of a pair."""
         if const_expr(self.spec.pair):
+            tensor_memory.fence_before_arrive()
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+            tensor_memory.fence_after_wait()
         if warp == MMA_WARP:
             address = cute.arch.retrieve_tmem_ptr(Float32, 16, buffers.tmem_address)
             cute.arch.dealloc_tmem(address, TMEM_COLUMNS, self.spec.pair)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from math import gcd
 
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.specs import TILE, Sm100Spec
+from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
 
 # CUDA programming guide, technical specifications of compute capability 10.0.
 SHARED_MEMORY = 227 * 1024
 TMEM_COLUMNS = 512
 
-WARP = 32
 THREADS = 16 * WARP
 
 # Warps of each role.
@@ -34,12 +33,16 @@ ROLES = (
 
 
 # Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential
-# unit takes 16 cycles a pair and warp, the FMA pipe 12 (docs/kernel_sm100.md has the balance).
+# unit takes 16 cycles a pair and warp, the FMA pipe 14 (docs/kernel_sm100.md has the balance).
 PAIRS_BY_FMA = 20
 
 # Two score tiles are in flight: one per query tile, or of successive key tiles.
 S_SLOTS = 2
 TOKEN_SCALE_SLOTS = 2  # key tiles whose per-token scales are in shared memory
+K_FACTOR, V_LOG2, V_INVERSE = range(3)  # the numbers of a key there: see token_scales.py
+TOKEN_SCALE_KINDS = 3
+
+VECTOR = 16  # bytes of a global store: the most that a thread can make at once
 
 _MISCELLANY = 10 * 1024  # barriers, row scales, per-token scales, alignment
 _STAGING_ROW = 128  # bytes of an output row that are staged at once, at the most
@@ -91,6 +94,13 @@ class Geometry:
     def lookahead(self) -> int:
         """Key tiles whose scores are asked for before the first P·V."""
         return S_SLOTS // self.q_stage
+
+    def slot_and_use(self, tile, stage):  # type: ignore[no-untyped-def]
+        """Slot of a score tile, and which use of it: key tile number `tile` of query tile `stage`.
+
+        Both may be values of the device.
+        """
+        return (stage, tile) if self.q_stage == 2 else (tile % S_SLOTS, tile // S_SLOTS)
 
     @property
     def tokens(self) -> int:
@@ -145,7 +155,7 @@ class Geometry:
     @property
     def staging_bytes(self) -> int:
         """Each correction warp turns 32 pieces of rows from row-per-thread to coalesced."""
-        return 4 * WARP * _STAGING_ROW
+        return CORRECTION_WARPS * WARP * _STAGING_ROW
 
     @property
     def out_element(self) -> int:
@@ -181,11 +191,6 @@ class Geometry:
     def o_column(self, stage: int) -> int:
         """First tensor memory column of an output tile."""
         return S_SLOTS * TILE + stage * self.head_dim_v
-
-    @property
-    def p_columns(self) -> int:
-        """Tensor memory columns of P: 4 bytes of a row each."""
-        return TILE * self.element // 4
 
     @property
     def cleans_tail(self) -> bool:

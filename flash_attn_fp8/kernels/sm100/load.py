@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
+from flash_attn_fp8.kernels.sm100.barriers import k_use, v_use
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.specs import TILE
@@ -81,7 +82,11 @@ class Loads(NamedTuple):
 @cute.jit
 def load_role(ctx: Context, loads: Loads):
     """Fill the rings, one unit of work after another."""
-    each_unit(ctx, partial(_unit, ctx, loads))
+    units, tiles = each_unit(ctx, partial(_unit, ctx, loads))
+    # The tensor core's last commits arrive here after the MMA warp is done, also from the other CTA
+    # of a pair: shared memory must outlive them, and nobody else waits for them.
+    ctx.barriers.q.wait_all_empty(units * ctx.geometry.q_stage)
+    ctx.barriers.kv.wait_all_empty(tiles * 2)
 
 
 @cute.jit
@@ -110,36 +115,32 @@ def _queries(ctx: Context, loads: Loads, work, units: Int32):
 
 @cute.jit
 def _keys_and_values(ctx: Context, loads: Loads, work, tiles: Int32):
-    g = ctx.geometry
-    use = tiles * 2
-    n = work.tiles
-    for ahead in cutlass.range_constexpr(g.lookahead):
-        if ahead < n:
-            _tile(ctx, loads.k, work, work.n_max - 1 - ahead, use, True)
-            use += 1
+    g, n = ctx.geometry, work.tiles
+    for i in cutlass.range_constexpr(g.lookahead):
+        if i < n:
+            _tile(ctx, loads.k, work, i, k_use(g, tiles, i), True)
     for i in cutlass.range(n, unroll=1):
-        _tile(ctx, loads.v, work, work.n_max - 1 - i, use, False)
-        use += 1
-        if i + g.lookahead < n:
-            _tile(ctx, loads.k, work, work.n_max - 1 - i - g.lookahead, use, True)
-            use += 1
+        _tile(ctx, loads.v, work, i, v_use(g, tiles, n, i), False)
+        ahead = i + g.lookahead
+        if ahead < n:
+            _tile(ctx, loads.k, work, ahead, k_use(g, tiles, ahead), True)
 
 
 @cute.jit
 def _tile(
-    ctx: Context, load: cutlass.Constexpr, work, n: Int32, use: Int32, is_k: cutlass.Constexpr
+    ctx: Context, load: cutlass.Constexpr, work, i: Int32, use: Int32, is_k: cutlass.Constexpr
 ):
-    """Key tile `n` of K or V, or this CTA's half of it, into the slot of use number `use`.
+    """Key tile `i` of a unit's K or V, or this CTA's half of it, into the slot of use `use`.
 
     Of a pair of CTAs, each has half the rows of K and half the columns of V.
     """
     g, ring = ctx.geometry, ctx.barriers.kv
     atom, tensor, box = load
-    head = ctx.schedule.kv_head(work.head)
+    n_block, head = work.n_max - 1 - i, ctx.schedule.kv_head(work.head)
     tile = ctx.buffers.kv + ring.slot(use) * (g.kv_bytes // g.element)
     ring.wait_empty(use)
     _expect(ctx, ring.full(use), g.k_rows * g.head_dim if is_k else TILE * g.v_columns)
-    part = n * g.ctas + ctx.schedule.rank if const_expr(is_k) else n
+    part = n_block * g.ctas + ctx.schedule.rank if const_expr(is_k) else n_block
     first_chunk = 0 if const_expr(is_k) else ctx.schedule.rank * box.chunks
     if const_expr(ctx.traits.kv_layout == "dense"):
         where = part, head, work.batch
@@ -148,17 +149,17 @@ def _tile(
         tensor = cute.domain_offset((0, work.offset_k, 0), tensor)
         box.load(atom, tensor, (part, head), tile, 0, ring.full(use), first_chunk)
     else:
-        _pages(ctx, load, work, n, head, tile, ring.full(use))
+        _pages(ctx, load, work, n_block, head, tile, ring.full(use))
 
 
 @cute.jit
-def _pages(ctx: Context, load: cutlass.Constexpr, work, n: Int32, head: Int32, tile, barrier):
+def _pages(ctx: Context, load: cutlass.Constexpr, work, n_block: Int32, head: Int32, tile, barrier):
     """The pages of a key tile, or the part of a page. What lies past the sequence reads as 0."""
     g, table = ctx.geometry, ctx.tensors.page_table
     atom, tensor, box = load
     page_size = g.spec.page_size
     for row in cutlass.range_constexpr(0, TILE, box.rows[0]):
-        key = n * TILE + row
+        key = n_block * TILE + row
         page = Int32(ctx.tensors.k.shape[0])  # out of bounds: TMA fills with zeros
         if key < work.seqlen_k:
             page = table[work.batch, key // page_size]

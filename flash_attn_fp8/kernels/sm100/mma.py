@@ -16,9 +16,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
-from flash_attn_fp8.kernels.sm100.barriers import commit, warp_arrives
+from flash_attn_fp8.kernels.sm100 import tensor_memory
+from flash_attn_fp8.kernels.sm100.barriers import arrive, commit, k_use, v_use
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import S_SLOTS
 from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.specs import TILE
 
@@ -74,68 +74,65 @@ def mma_role(ctx: Context, products: Products, f: Fragments):
 
 @cute.jit
 def _unit(ctx: Context, products: Products, f: Fragments, work, units: Int32, tiles: Int32):
-    g, kv = ctx.geometry, ctx.barriers.kv
-    n = work.tiles
-    use = tiles * 2  # of the ring of K and V tiles
+    g, kv, n = ctx.geometry, ctx.barriers.kv, work.tiles
     for stage in cutlass.range_constexpr(g.q_stage):
         ctx.barriers.q.wait_full(units * g.q_stage + stage)
-    for ahead in cutlass.range_constexpr(g.lookahead):
-        if ahead < n:
-            kv.wait_full(use)
+    for i in cutlass.range_constexpr(g.lookahead):
+        if i < n:
+            k = k_use(g, tiles, i)
+            kv.wait_full(k)
             for stage in cutlass.range_constexpr(g.q_stage):
-                _scores(ctx, products, f, units, tiles + ahead, stage, use)
-            commit(g, kv.empty(use))
-            use += 1
+                _scores(ctx, products, f, units, tiles + i, stage, k)
+                _release_queries(ctx, units, stage, i == n - 1)
+            commit(g, kv.empty(k))
     for i in cutlass.range(n, unroll=1):
-        v_use, tile = use, tiles + i
-        more = i + g.lookahead < n
-        kv.wait_full(v_use)
+        ahead = i + g.lookahead
+        v, k = v_use(g, tiles, n, i), k_use(g, tiles, ahead)
+        kv.wait_full(v)
         if const_expr(g.cleans_tail):
             if i == 0:
-                warp_arrives(ctx.barriers.tail_asked, 0)
+                arrive(ctx.barriers.tail_asked.at(0))
                 ctx.barriers.tail_clean.wait(0, units)
-        if more:
-            kv.wait_full(v_use + 1)
+        if ahead < n:
+            kv.wait_full(k)
         for stage in cutlass.range_constexpr(g.q_stage):
-            _output(ctx, products, f, tile, stage, v_use, i > 0)
+            _output(ctx, products, f, tiles + i, stage, v, i > 0)
             commit(g, ctx.barriers.o_full.at(stage))
-            if more:
-                _scores(ctx, products, f, units, tile + g.lookahead, stage, v_use + 1)
-        commit(g, kv.empty(v_use))
-        use += 1
-        if more:
-            commit(g, kv.empty(v_use + 1))
-            use += 1
-    for stage in cutlass.range_constexpr(g.q_stage):
-        commit(g, ctx.barriers.q.empty(units * g.q_stage + stage))
-
-
-def slot_and_use(geometry, tile, stage):
-    """Slot of a score tile, and which use of it: key tile number `tile` of query tile `stage`."""
-    if geometry.q_stage == 2:
-        return stage, tile
-    return tile % S_SLOTS, tile // S_SLOTS
+            if ahead < n:
+                _scores(ctx, products, f, units, tiles + ahead, stage, k)
+                _release_queries(ctx, units, stage, ahead == n - 1)
+        commit(g, kv.empty(v))
+        if ahead < n:
+            commit(g, kv.empty(k))
 
 
 @cute.jit
-def _scores(ctx, products, f, units, tile, stage: cutlass.Constexpr, k_use):
+def _release_queries(ctx, units, stage: cutlass.Constexpr, are_read):
+    """Let the load warp overwrite a query tile after its last scores; P V does without it."""
+    if are_read:
+        commit(ctx.geometry, ctx.barriers.q.empty(units * ctx.geometry.q_stage + stage))
+
+
+@cute.jit
+def _scores(ctx, products, f, units, tile, stage: cutlass.Constexpr, k_number):
     g = ctx.geometry
-    slot, _ = slot_and_use(g, tile, stage)
+    slot, _ = g.slot_and_use(tile, stage)
     q = f.q[None, None, None, ctx.barriers.q.slot(units * g.q_stage + stage)]
-    k = f.k[None, None, None, ctx.barriers.kv.slot(k_use)]
+    k = f.k[None, None, None, ctx.barriers.kv.slot(k_number)]
     s = cute.make_tensor(f.s.iterator + g.s_column(slot), f.s.layout)
     _gemm(products.qk, s, q, k, False)
     commit(g, ctx.barriers.s_full.at(slot))
 
 
 @cute.jit
-def _output(ctx, products, f, tile, stage: cutlass.Constexpr, v_use, accumulate):
+def _output(ctx, products, f, tile, stage: cutlass.Constexpr, v_number, accumulate):
     g = ctx.geometry
-    slot, use = slot_and_use(g, tile, stage)
+    slot, use = g.slot_and_use(tile, stage)
     ctx.barriers.p_full.wait(slot, use)
+    tensor_memory.fence_after_wait()
     column = g.s_column(slot) * (4 // g.element)  # P's iterator counts elements
     p = cute.make_tensor(f.p.iterator + column, f.p.layout)
-    v = f.v[None, None, None, ctx.barriers.kv.slot(v_use)]
+    v = f.v[None, None, None, ctx.barriers.kv.slot(v_number)]
     o = cute.make_tensor(f.o.iterator + g.o_column(stage), f.o.layout)
     _gemm(products.pv, o, p, v, accumulate)
 

@@ -43,7 +43,7 @@ def row_factor(ctx: Context, work, token, head):
         factor = factor * _value(t.k_descale, traits.k_descale.granularity, work, token, kv_head)
     if const_expr(not traits.softcap):
         factor = factor * LOG2E
-    return cute.arch.fmax(factor, Float32(_SMALLEST))
+    return cute.arch.fmax(factor, Float32(_SMALLEST), nan=True)
 
 
 @cute.jit

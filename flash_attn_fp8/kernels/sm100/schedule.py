@@ -49,9 +49,9 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The tiles of a launch in their order: neighbours share K/V, and long ones come first.
+    """The units of work of a launch in their order: neighbours share K and V.
 
-    A lane is a (head, sequence, split); it has `m_blocks` units of work, of which `total` exist.
+    Each triple (head, sequence, split) has `m_blocks` units; there are `total` of them in all.
     `rank`: which CTA of a pair this is; both work on the same units.
     """
 
@@ -60,7 +60,7 @@ class Schedule:
     scalars: Scalars
     heads: Int32
     m_blocks: Int32
-    lanes: Int32
+    triples: Int32
     total: Int32
     rank: Int32
 
@@ -70,8 +70,8 @@ class Schedule:
         heads = tensors.q.shape[2 if dense else 1] // geometry.spec.group
         batch = tensors.q.shape[0] if dense else tensors.cu_seqlens_q.shape[0] - 1
         m_blocks = cute.ceil_div(scalars.max_seqlen_q, geometry.unit_tokens)
-        lanes = heads * batch * scalars.num_splits
-        return cls(geometry, tensors, scalars, heads, m_blocks, lanes, m_blocks * lanes, rank)
+        triples = heads * batch * scalars.num_splits
+        return cls(geometry, tensors, scalars, heads, m_blocks, triples, m_blocks * triples, rank)
 
     @property
     def spec(self):
@@ -93,11 +93,10 @@ class Schedule:
     @cute.jit
     def work(self, index: Int32) -> Work:
         """Unit number `index` of the launch."""
-        # Groups of lanes (head, sequence, split), each with all its row blocks, one after another.
-        lane, m_block = self._coordinates(index)
-        split = lane % self.scalars.num_splits
-        head = (lane // self.scalars.num_splits) % self.heads
-        batch = lane // (self.scalars.num_splits * self.heads)
+        triple, m_block = self._coordinates(index)
+        split = triple % self.scalars.num_splits
+        head = (triple // self.scalars.num_splits) % self.heads
+        batch = triple // (self.scalars.num_splits * self.heads)
         offset_q, seqlen_q, extent_q = self._queries(batch)
         offset_k, seqlen_k = self._keys(batch)
         token = m_block * self.geometry.unit_tokens
@@ -117,15 +116,19 @@ class Schedule:
         )
 
     def _coordinates(self, index):
+        """(triple, m_block): groups of triples, each with all its units, one group after another.
+
+        A group's K and V fit the L2 together; within it, units with the most keys come first.
+        """
         at_once = self.scalars.heads_at_once
         group = index // (at_once * self.m_blocks)
         rest = index - group * at_once * self.m_blocks
-        lanes = cutlass.min(at_once, self.lanes - group * at_once)
-        m_block = rest // lanes
-        lane = group * at_once + rest % lanes
+        triples = cutlass.min(at_once, self.triples - group * at_once)
+        m_block = rest // triples
+        triple = group * at_once + rest % triples
         if const_expr(self.traits.bounded_right):
             m_block = self.m_blocks - 1 - m_block  # causal: the last rows see most keys
-        return lane, m_block
+        return triple, m_block
 
     def _queries(self, batch):
         t = self.tensors
@@ -211,6 +214,7 @@ def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr
 
     `units` and `tiles` count the units and the key tiles before it, by which barriers are waited
     for. A unit that no key is visible in counts for nothing: `without_keys(work)`, if given.
+    Returns both counts at the end.
     """
     units, tiles = Int32(0), Int32(0)
     index = ctx.first
@@ -223,6 +227,7 @@ def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr
         elif const_expr(without_keys is not None):
             without_keys(work)
         index += ctx.stride
+    return units, tiles
 
 
 def part_of(ctx, tensor, split):

@@ -11,6 +11,7 @@ warps through shared memory. docs/numerics.md derives the formulas.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -20,12 +21,9 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
+from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import (
-    arrive,
-    warp_arrives,
-    warp_arrives_at_leader,
-)
+from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.encode import (
     SUM_SCALE,
@@ -35,8 +33,7 @@ from flash_attn_fp8.kernels.encode import (
     sum_of_16bit,
     sum_of_fp8,
 )
-from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
-from flash_attn_fp8.kernels.sm100.mma import slot_and_use
+from flash_attn_fp8.kernels.sm100.geometry import K_FACTOR, PAIRS_BY_FMA, V_INVERSE, V_LOG2
 from flash_attn_fp8.kernels.sm100.scales import (
     is_uniform,
     output_factor,
@@ -44,11 +41,9 @@ from flash_attn_fp8.kernels.sm100.scales import (
     row_factor,
 )
 from flash_attn_fp8.kernels.sm100.schedule import Work, each_unit, part_of
-from flash_attn_fp8.kernels.sm100.token_scales import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.policy import LN2, LOG2E
 from flash_attn_fp8.specs import TILE
 
-_NEG_INF = -Float32.inf
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
 _AT_ONCE = TILE // 2  # keys whose P is made and stored together
 
@@ -67,7 +62,7 @@ class Row(NamedTuple):
 def softmax_role(ctx: Context, stage: Int32, tmem):
     """Rows of query tile `stage` of one unit of work after another."""
     thread = cute.arch.thread_idx()[0] % TILE
-    at = tmem, stage, thread
+    at = tensor_memory.of_warp(tmem, thread), stage, thread
     each_unit(ctx, partial(_unit, ctx, at), partial(_without_keys, ctx, stage, thread))
 
 
@@ -91,7 +86,7 @@ def _without_keys(ctx, stage, thread, work):
 
 def _nothing_seen():
     """(row_max, row_sum, row_sum_quantized) before the first tile."""
-    return Float32(_NEG_INF), Float32(0.0), Float32(0.0)
+    return Float32(NEG_INF), Float32(0.0), Float32(0.0)
 
 
 @cute.jit
@@ -128,10 +123,11 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     g, policy = ctx.geometry, ctx.traits.policy
     stage, thread = row.stage, row.thread
     row_max, row_sum, row_sum_quantized = state
-    slot, use = slot_and_use(g, tile, stage)
+    slot, use = g.slot_and_use(tile, stage)
     ctx.barriers.s_full.wait(slot, use)
+    tensor_memory.fence_after_wait()
     address = row.tmem + g.s_column(slot)
-    s = tensor_memory.load(address, TILE, thread)
+    s = tensor_memory.load(address, TILE)
     cute.arch.fence_view_async_tmem_load()
     scales = None
     if const_expr(g.scales_per_token):
@@ -143,7 +139,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
-    finite = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    finite = select(row_max == NEG_INF, Float32(0.0), row_max)
     shift = Float32(policy.max_offset) - finite
     zero = Float32(0.0), Float32(0.0)
     exact, rounded = zero, zero
@@ -151,7 +147,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
         _exponentiate(s, key, factor, shift)
         words = _rounded(ctx, s, key)
         column = key * g.element // 4
-        tensor_memory.store(words, address + column, cute.size(words), thread, cute.size(words))
+        tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
         if const_expr(ctx.traits.v_scale_in_exponent):
             exact = _weighted_sum(s, key, scales, exact)
         elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
@@ -159,7 +155,8 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
         if const_expr(not ctx.traits.exact_row_sum):
             rounded = _sum_of_rounded(ctx, words, rounded)
     cute.arch.fence_view_async_tmem_store()
-    warp_arrives_at_leader(ctx.geometry, ctx.barriers.p_full, slot)
+    tensor_memory.fence_before_arrive()
+    arrive_at_leader(ctx.geometry, ctx.barriers.p_full.at(slot))
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
     row_sum = row_sum * rescale + (exact[0] + exact[1])
@@ -233,7 +230,7 @@ def _mask(ctx, s, row, n_block):
         visible = i < to_key
         if const_expr(ctx.traits.bounded_left):
             visible = visible & (i >= from_key)
-        s[i] = select(visible, s[i], _NEG_INF)
+        s[i] = select(visible, s[i], NEG_INF)
 
 
 @cute.jit
@@ -251,7 +248,7 @@ def _raise(policy: cutlass.Constexpr, row_max, tile_max):
     """(maximum, factor of what was summed before): raised where it lags by more than allowed."""
     highest = cute.arch.fmax(row_max, tile_max, nan=True)
     lag = highest - row_max
-    keeps = (lag <= policy.rescale_threshold) | (highest == _NEG_INF)
+    keeps = (lag <= policy.rescale_threshold) | (highest == NEG_INF)
     rescale = select(keeps, Float32(1.0), cute.math.exp2(-lag, fastmath=True))
     return select(keeps, row_max, highest), rescale
 
@@ -322,31 +319,38 @@ def _send(ctx, stage, thread, message, value):
     """Give the correction warps a number for this row; messages of a stage are counted."""
     ctx.barriers.scale_empty.wait_previous(stage, message)
     ctx.buffers.row_scale[thread, stage] = value
-    warp_arrives(ctx.barriers.scale_full, stage)
+    arrive(ctx.barriers.scale_full.at(stage))
 
 
 @cute.jit
 def _finish(ctx, work, head, state):
     """(what normalises the output, LSE). A row without keys: 0 and -inf, or the sink's share."""
     row_max, row_sum, row_sum_quantized = state
+    # P of a row that has met an infinite score is 0 or NaN, by the pipe that made it: all is NaN.
+    row_max = select(row_max == Float32.inf, Float32(math.nan), row_max)
+    row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
+    row_sum = select(row_max == row_max, row_sum, row_max)
     offset = ctx.traits.policy.max_offset
     total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
-    top = select(row_max == _NEG_INF, Float32(0.0), row_max)
+    top = select(row_max == NEG_INF, Float32(0.0), row_max)
     lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
     rescale = Float32(1.0)
     if const_expr(ctx.traits.sink):
         # Of the splits, the first one counts the sink.
         logit = Float32(ctx.tensors.sink[head])
         if const_expr(ctx.geometry.spec.split):
-            logit = select(work.split == 0, logit, _NEG_INF)
+            logit = select(work.split == 0, logit, NEG_INF)
         lse = _log_add_exp(lse, logit)
-        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max))
+        # A sink of infinity takes all weight; of NaN, all is NaN.
+        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
         highest = cute.arch.fmax(row_max, sink)
-        top = select(highest == _NEG_INF, Float32(0.0), highest)
+        top = select(highest == NEG_INF, Float32(0.0), highest)
         rescale = cute.math.exp2(row_max - top, fastmath=True)
         total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     inverse = select(total == total, inverse, total)  # NaN comes out as NaN
+    # A row without keys is 0 whatever its sink is, as in a unit of work without keys.
+    inverse = select(row_max == NEG_INF, Float32(0.0), inverse)
     return rescale * inverse * output_factor(ctx, work), lse
 
 
@@ -354,7 +358,7 @@ def _finish(ctx, work, head, state):
 def _log_add_exp(a, b):
     """log(exp a + exp b), in natural units so that one beside -inf is returned to the bit."""
     high, low = cute.arch.fmax(a, b, nan=True), cute.arch.fmin(a, b)
-    finite = select(high == _NEG_INF, Float32(0.0), high)
+    finite = select(high == NEG_INF, Float32(0.0), high)
     ratio = cute.math.exp2((low - finite) * LOG2E, fastmath=True)
     return high + cute.math.log2(1.0 + ratio, fastmath=True) * LN2
 
@@ -364,7 +368,7 @@ def _write_lse(ctx, work, stage, thread, lse):
     if const_expr(ctx.geometry.spec.writes_lse):
         token, head, exists = ctx.schedule.query(work, stage, thread)
         if exists:
-            lse = select(token < work.seqlen_q, lse, _NEG_INF)
+            lse = select(token < work.seqlen_q, lse, NEG_INF)
             target = part_of(ctx, ctx.tensors.lse, work.split)
             if const_expr(ctx.traits.q_layout == "varlen"):
                 target[head, work.offset_q + token] = lse

@@ -18,13 +18,10 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn_fp8.kernels.sm100.barriers import arrive
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import WARP
+from flash_attn_fp8.kernels.sm100.geometry import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.kernels.sm100.scales import is_uniform, per_token, row_factor
 from flash_attn_fp8.kernels.sm100.schedule import each_unit
-from flash_attn_fp8.specs import TILE
-
-K_FACTOR, V_LOG2, V_INVERSE = range(3)
-KINDS = 3
+from flash_attn_fp8.specs import TILE, WARP
 
 
 @cute.jit
@@ -48,11 +45,11 @@ def _unit(ctx: Context, work, units: Int32, tiles: Int32):
 
 
 @cute.jit
-def _key(ctx: Context, work, n: Int32, column: Int32, use: Int32, factor: Float32):
-    """The numbers of key `column` of tile `n`. Keys past the sequence get 1: nothing is theirs."""
+def _key(ctx: Context, work, n_block: Int32, column: Int32, use: Int32, factor: Float32):
+    """The numbers of key `column` of a tile. Keys past the sequence get 1: nothing is theirs."""
     traits, t = ctx.traits, ctx.tensors
     shared = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(use)]
-    key = n * TILE + column
+    key = n_block * TILE + column
     if const_expr(per_token(traits.k_descale)):
         k_scale = Float32(1.0)
         if key < work.seqlen_k:

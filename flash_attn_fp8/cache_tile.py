@@ -22,23 +22,6 @@ _ENOUGH_STAGES, _MOST_STAGES = 3, 6
 _LARGE_MEMORY = 160 * 1024  # from here on two CTAs share a multiprocessor
 _EXTEND_N_BLOCK = 32
 
-# Shared memory of a CTA at most, in bytes: CUDA programming guide, technical specifications.
-SHARED_MEMORY = {
-    "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_87": 163 * 1024, "sm_89": 99 * 1024,
-    "sm_90a": 227 * 1024, "sm_100a": 227 * 1024, "sm_103a": 227 * 1024, "sm_120a": 99 * 1024,
-    "sm_121a": 99 * 1024,
-}  # fmt: skip
-
-
-def compute_capability(arch: str) -> int:
-    """90 of sm_90a."""
-    return int("".join(c for c in arch if c.isdigit()))
-
-
-def has_fp8(arch: str) -> bool:
-    """Whether the architecture converts fp8: PTX ISA, `cvt`, from sm_89 on."""
-    return compute_capability(arch) >= 89
-
 
 @lru_cache(maxsize=1024)
 def tile_for(

@@ -12,10 +12,10 @@ from torch import Tensor
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan
+from flash_attn_fp8.plan import Plan, simulated_plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
-from flash_attn_fp8.specs import ALIGNMENT, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import ALIGNMENT, CacheSpec, CombineSpec, Sm100Spec
 from flash_attn_fp8.target import Target
 
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
@@ -33,7 +33,7 @@ def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tens
         _launch(plan, problem, operands, out, lse)
 
 
-def _kernel(spec: Sm100Spec | CombineSpec, arch: str) -> Callable[..., Any]:
+def _kernel(spec: Sm100Spec | CacheSpec | CombineSpec, arch: str) -> Callable[..., Any]:
     from flash_attn_fp8.compiler import cache
 
     return cache.kernel(spec, arch)
@@ -42,16 +42,18 @@ def _kernel(spec: Sm100Spec | CombineSpec, arch: str) -> Callable[..., Any]:
 def _simulate(
     plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None
 ) -> None:
-    from flash_attn_fp8.kernels.sm100.geometry import ROLES
-
     asked = settings()
-    if asked.trace is not None and not asked.trace.names:
+    if asked.target.arch != plan.target.arch:
+        plan = simulated_plan(problem, asked.target, plan.split)
+    if asked.trace is not None and not asked.trace.names and isinstance(plan.spec, Sm100Spec):
+        from flash_attn_fp8.kernels.sm100.geometry import ROLES
+
         asked.trace.names.update(ROLES)
     with sim.device(asked.target.arch, **asked.device_options()) as gpu:
         # Memory that the device knows: an access outside of any of these is an error.
-        copies = [None if t is None else t.clone() for t in operands]
+        copies = [None if t is None else _twin(t) for t in operands]
         o = Operands(*copies)  # type: ignore[arg-type]
-        here = torch.empty_like(out), None if lse is None else torch.empty_like(lse)
+        here = _twin(out), None if lse is None else _twin(lse)
         gpu.runs = asked.runs  # known even if a launch ends in a finding
         _launch(plan, problem, o, *here, asked.target)
     out.copy_(here[0])
@@ -59,19 +61,30 @@ def _simulate(
         lse.copy_(here[1])
 
 
+def _twin(x: Tensor) -> Tensor:
+    """A copy with the same strides; where those leave gaps or overlap, of all the memory."""
+    copy = x.clone()
+    if copy.stride() == x.stride():
+        return copy
+    storage = x.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    memory = torch.empty(0, dtype=x.dtype).set_(storage)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 class _Launcher:
     """What all calls of a plan have in common, found once: a launch is on every call's way."""
 
     def __init__(self, plan: Plan, problem: Problem, target: Target) -> None:
         spec = plan.spec
-        if not isinstance(spec, Sm100Spec):
+        if not isinstance(spec, Sm100Spec | CacheSpec):
             raise TypeError(f"no compiled kernel has the spec {spec!r}")
         self.plan = plan  # lives as long as this, so that its id is no other plan's
         self.problem, self.traits = problem, problem.traits
         self.kernel = _kernel(spec, target.arch)
         self.combine = _kernel(spec.combine, target.arch) if spec.split else None
-        self.parts = plan.split.parts(problem.sizes.seqlen_k) if spec.split else 1
+        self.parts = plan.split.parts(problem.keys) if spec.split else 1
         self.scalars = _scalars(plan, problem, self.parts, target)
+        self.is_cache = isinstance(spec, CacheSpec)
 
     def launch(self, o: Operands, out: Tensor, lse: Tensor | None) -> None:
         if self.combine is not None:
@@ -94,17 +107,21 @@ class _Launcher:
         combine((partial, lse_partial, out, lse, scale))
 
     def tensors(self, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
-        """`kernels.sm100.operands.Tensors`, as a plain tuple."""
+        """`Tensors` of the kernel's `operands`, as a plain tuple."""
         traits = self.traits
-        return (
+        shared = (
             _aligned(o.q), _aligned(o.k), _aligned(o.v), out, lse,
             o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k, o.page_table,
             None if o.learnable_sink is None else o.learnable_sink.float(),
-            _scale(o.q_descale, traits.q_descale, traits.q_layout),
+        )  # fmt: skip
+        scales = (
             _scale(o.k_descale, traits.k_descale, traits.kv_layout),
             _scale(o.v_descale, traits.v_descale, traits.kv_layout),
             None if o.output_scale is None else o.output_scale.reshape(1),
-        )  # fmt: skip
+        )
+        if self.is_cache:
+            return (*shared, *scales, o.selection, o.selection_lens)
+        return (*shared, _scale(o.q_descale, traits.q_descale, traits.q_layout), *scales)
 
 
 _launchers: dict[tuple[int, Target | None, bool], _Launcher] = {}
@@ -132,11 +149,9 @@ def _launch(
 
 
 def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[float | int, ...]:
-    """`kernels.sm100.operands.Scalars`, as a plain tuple."""
+    """`Scalars` of the kernel's `operands`, as a plain tuple."""
     sizes, traits = problem.sizes, problem.traits
-    bytes_per_key = (traits.head_dim + traits.head_dim_v) * FORMATS[traits.kv_format].bits // 8
-    heads_at_once = _L2_BYTES // max(1, sizes.seqlen_k * bytes_per_key)
-    return (
+    shared = (
         sizes.softmax_scale,
         sizes.softcap,
         _UNBOUNDED if sizes.window_left is None else sizes.window_left,
@@ -144,9 +159,14 @@ def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[
         sizes.seqlen_q,
         parts,
         plan.split.keys or 0,
-        max(1, heads_at_once) if traits.bounded_right else 1,
-        target.sm_count,
     )
+    if isinstance(plan.spec, CacheSpec):
+        return shared
+    bytes_per_key = (traits.head_dim + traits.head_dim_v) * FORMATS[traits.kv_format].bits // 8
+    heads_at_once = _L2_BYTES // max(1, sizes.seqlen_k * bytes_per_key)
+    # No more than there are: the kernel multiplies them by the blocks of a head, in 32 bits.
+    heads_at_once = min(heads_at_once, sizes.batch * sizes.nheads * parts)
+    return (*shared, max(1, heads_at_once) if traits.bounded_right else 1, target.sm_count)
 
 
 def _aligned(x: Tensor) -> Tensor:

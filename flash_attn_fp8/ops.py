@@ -141,7 +141,8 @@ _OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, SymInt? min_seqlen_k, int num_splits, "
     "SymInt? seqlen_k_per_split, bool? pack_gqa, bool deterministic, "
     "bool disable_scheduler_metadata, bool return_lse, ScalarType? out_dtype, str? fp8_policy, "
-    "str? impl, str selection_unit, str caller"  # caller: the public function and its names, see `_caller_of`
+    # caller: the public function and its names, see `_caller_of`
+    "str? impl, str selection_unit, str caller"
 )
 _INPUTS = Operands._fields.index("out")  # tensors that are only read
 

@@ -12,14 +12,20 @@ from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from flash_attn_fp8.cache_tile import SHARED_MEMORY, compute_capability, has_fp8, tile_for
+from flash_attn_fp8.cache_tile import tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.specs import TILE, CacheSpec, CacheTile, Sm100Spec
 from flash_attn_fp8.support import EXECUTORS, reasons_against, uses_cache_kernel
-from flash_attn_fp8.target import SIMULATED, Target
+from flash_attn_fp8.target import (
+    SHARED_MEMORY,
+    SIMULATED,
+    Target,
+    compute_capability,
+    has_fp8,
+)
 
 TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `tiled` mirrors
 
@@ -124,7 +130,7 @@ def plan_for(problem: Problem, target: Target) -> Plan:
         Unsupported: the executor that was asked for, or every one, has a reason against it.
     """
     impl, rejected = executor_for(problem, target)
-    return _plan(impl, problem, target, rejected)
+    return _plan(impl, problem, SIMULATED if impl == "sim" else target, rejected)
 
 
 def executor_for(
@@ -147,14 +153,31 @@ def executor_for(
     raise refusal.error(f"no executor on {target.arch} for this call")
 
 
+@lru_cache(maxsize=1024)
+def simulated_plan(problem: Problem, target: Target, split: Split) -> Plan:
+    """The plan of a problem on another simulated device, with the split of the usual one.
+
+    Raises:
+        Unsupported: its kernels cannot take the problem.
+    """
+    reasons = reasons_against("cute", problem, target)
+    if reasons:
+        refusal = Refusal(unsupported=[f"impl='sim': {reason}" for reason in reasons])
+        raise refusal.error(f"no simulated kernel on {target.arch} for this call")
+    return _plan("sim", problem, target, (), split)
+
+
 def _plan(
-    impl: str, problem: Problem, target: Target, rejected: tuple[tuple[str, tuple[str, ...]], ...]
+    impl: str,
+    problem: Problem,
+    target: Target,
+    rejected: tuple[tuple[str, tuple[str, ...]], ...],
+    split: Split | None = None,
 ) -> Plan:
     traits, request = problem.traits, problem.request
-    target = SIMULATED if impl == "sim" else target
     group = traits.q_heads_per_kv_head
     pack_gqa = group > 1 if request.pack_gqa is None else request.pack_gqa
-    split = _split(problem, target, pack_gqa)
+    split = _split(problem, target, pack_gqa) if split is None else split
     return Plan(
         impl=impl,
         target=target,

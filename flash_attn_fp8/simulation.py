@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flash_attn_fp8.errors import InvalidArguments
-from flash_attn_fp8.target import SIMULATED, Target, target_named
+from flash_attn_fp8.target import SHARED_MEMORY, SIMULATED, Target, target_named
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim import Checks, Run, Trace
@@ -73,8 +73,9 @@ def simulate(
     Args:
         fn: `flash_attn_func` or another function of this package that takes `impl`.
         args: its arguments.
-        target: the device, `sm_100a` or `sm_100a:SMS`. Few multiprocessors make a CTA work on
-            several tiles, which is what exercises the reuse of its buffers and barriers.
+        target: the device, `sm_100a:SMS`, or another that there is a kernel for. Few
+            multiprocessors make a CTA work on several tiles, which is what exercises the reuse of
+            its buffers and barriers.
         schedule: who runs next and when copies complete: "round_robin", "random", "adversarial",
             or what makes a `sim.Random` or another schedule (called for each cluster).
         seed: of the random schedules; the same seed replays a run.
@@ -185,10 +186,11 @@ def _device(target: str) -> tuple[Target, list[str]]:
         found = target_named(target)
     except (InvalidArguments, TypeError):
         return SIMULATED, [f"target={target!r} is no device; write sm_100a or sm_100a:SMS"]
-    if found.arch != SIMULATED.arch:
-        return found, [f"target={target!r}: there are kernels for {SIMULATED.arch} only"]
+    if found.arch not in SHARED_MEMORY:
+        known = ", ".join(SHARED_MEMORY)
+        return found, [f"target={target!r}: there are kernels for {known} only"]
     if found.sm_count < 1:
-        return found, [f"target={target!r} has no multiprocessor; write sm_100a:1 or more"]
+        return found, [f"target={target!r} has no multiprocessor; write {found.arch}:1 or more"]
     return found, []
 
 

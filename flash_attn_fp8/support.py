@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flash_attn_fp8.cache_tile import SHARED_MEMORY
 from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
-from flash_attn_fp8.target import SIMULATED, Target
+from flash_attn_fp8.target import SHARED_MEMORY, SIMULATED, Target
 
 # In order of preference where the caller leaves the choice open.
 EXECUTORS = ("cute", "tiled", "reference", "sim")
@@ -112,8 +111,7 @@ def _of(rule: Rule, cache: bool) -> Rule:
     """A rule of the cache kernel, or of the other one, asked where that one is meant."""
 
     def asked(problem: Problem, target: Target) -> str | None:
-        arch = target.arch if target.is_gpu else SIMULATED.arch
-        return rule(problem, target) if uses_cache_kernel(problem, arch) == cache else None
+        return rule(problem, target) if uses_cache_kernel(problem, target.arch) == cache else None
 
     return asked
 
@@ -184,5 +182,6 @@ _RULES: dict[str, tuple[Rule, ...]] = {
 
 def reasons_against(impl: str, problem: Problem, target: Target) -> tuple[str, ...]:
     """Why `impl` cannot execute `problem` on `target`; empty where it can."""
+    target = SIMULATED if impl == "sim" else target
     found = (rule(problem, target) for rule in _RULES[impl])
     return tuple(reason for reason in found if reason)

@@ -17,6 +17,14 @@ from flash_attn_fp8.errors import InvalidArguments
 _NAMED_SM_COUNT = {"sm_90a": 132, "sm_100a": 148}
 
 
+# Shared memory of a CTA at most, in bytes: CUDA programming guide, technical specifications.
+SHARED_MEMORY = {
+    "sm_80": 163 * 1024, "sm_86": 99 * 1024, "sm_87": 163 * 1024, "sm_89": 99 * 1024,
+    "sm_90a": 227 * 1024, "sm_100a": 227 * 1024, "sm_103a": 227 * 1024, "sm_120a": 99 * 1024,
+    "sm_121a": 99 * 1024,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Target:
     """An architecture (`cpu`, `sm_90a`, `sm_100a`, ...) and its number of SMs."""
@@ -27,6 +35,16 @@ class Target:
     @property
     def is_gpu(self) -> bool:
         return self.arch != "cpu"
+
+
+def compute_capability(arch: str) -> int:
+    """90 of sm_90a."""
+    return int("".join(c for c in arch if c.isdigit()))
+
+
+def has_fp8(arch: str) -> bool:
+    """Whether the architecture converts fp8: PTX ISA, `cvt`, from sm_89 on."""
+    return compute_capability(arch) >= 89
 
 
 CPU = Target("cpu")

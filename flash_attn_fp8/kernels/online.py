@@ -7,9 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass import select_ as select
 
+from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.policy import LN2, LOG2E
-
-NEG_INF = -Float32.inf
 
 
 @cute.jit
@@ -22,14 +21,26 @@ def raised(policy: cutlass.Constexpr, row_max, tile_max):
     return select(keeps, row_max, highest), rescale
 
 
+# tanh y / y by powers of y**2: up to 1/4 the next term is 3e-7.
+_TANH = (1.0, -1 / 3, 2 / 15, -17 / 315)
+_NEAR = 0.25
+
+
 @cute.jit
 def capped(score, softcap):
     """softcap * tanh(score / softcap) in log2 units, of a score in natural ones.
 
-    tanh y = 1 - 2 / (e**2y + 1): tanh.approx would err by 2**-11 of the cap.
+    tanh y = 1 - 2 / (e**2y + 1): tanh.approx would err by 2**-11 of the cap. Near 0 the difference
+    of numbers near 1 would err by 2**-24 of the cap, which may be far above the score.
     """
-    e = cute.math.exp2(score * (2 * LOG2E / softcap), fastmath=True)
-    return (1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)) * (softcap * LOG2E)
+    y = score / softcap
+    e = cute.math.exp2(y * (2 * LOG2E), fastmath=True)
+    far = (1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)) * (softcap * LOG2E)
+    square = y * y
+    series = Float32(_TANH[-1])
+    for coefficient in reversed(_TANH[:-1]):
+        series = series * square + coefficient
+    return select(square < _NEAR * _NEAR, score * series * LOG2E, far)
 
 
 @cute.jit

@@ -26,8 +26,9 @@ from flash_attn_fp8.kernels.cached.load import (
     numbers_view,
     ring_view,
 )
+from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import packed
-from flash_attn_fp8.kernels.online import NEG_INF, capped, raised
+from flash_attn_fp8.kernels.online import capped, raised
 from flash_attn_fp8.kernels.ptx import once_if
 from flash_attn_fp8.specs import ROWS_PER_MMA
 
@@ -212,7 +213,9 @@ def _inverses(ctx, scales):
 
 
 @cute.jit
-def _to_log2(ctx, s, m: cutlass.Constexpr, half: cutlass.Constexpr, factor, scales: cutlass.Constexpr):
+def _to_log2(
+    ctx, s, m: cutlass.Constexpr, half: cutlass.Constexpr, factor, scales: cutlass.Constexpr
+):
     """Scores of a row in log2 units, V's scales included."""
     k_scale, v_log2 = scales
     for n in cutlass.range_constexpr(ctx.geometry.n_tiles):

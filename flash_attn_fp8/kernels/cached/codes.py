@@ -85,7 +85,7 @@ _MMA += "{{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $1
 
 @dsl_user_op
 def mma(fmt: str, a, b, c, *, loc=None, ip=None) -> tuple[Float32, ...]:
-    """A (four words) times B (two words) plus C (four numbers), 16 x 8 x 16, in "bf16" or "fp16"."""
+    """A (four words) times B (two) plus C (four numbers), 16 x 8 x 16, in bf16 or fp16."""
     text = _MMA.format(t={"bf16": "bf16", "fp16": "f16"}[fmt])
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)]
     operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in c]

@@ -206,5 +206,3 @@ def _chosen(spec, t: Tensors, work):
     if spec.traits.selection == "pages":
         count = count * Int32(t.k.shape[1])
     return count
-
-

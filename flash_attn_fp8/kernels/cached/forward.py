@@ -18,6 +18,7 @@ from flash_attn_fp8.kernels.cached.merge import finish, scale_of
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.cached.queries import load_queries, shared_queries
 from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.fill import Unwritten, fill
 from flash_attn_fp8.policy import LOG2E
 from flash_attn_fp8.specs import CacheSpec
 
@@ -55,6 +56,23 @@ class CacheForward:
         state = new_state(ctx)
         attend(ctx, self._queries, state)
         finish(ctx, state)
+        if const_expr(self.spec.traits.q_layout == "varlen"):
+            if cute.arch.warp_idx() == 0:
+                fill(self._unwritten(ctx))
+
+    def _unwritten(self, ctx: Context) -> Unwritten:
+        """Output rows of no CTA."""
+        t, spec = ctx.tensors, self.spec
+        group, block_m = spec.traits.q_heads_per_kv_head, spec.tile.block_m
+        rows = cute.ceil_div(ctx.scalars.max_seqlen_q * group, block_m) * block_m
+        return Unwritten(
+            out=t.out,
+            lse=t.lse,
+            starts=t.cu_seqlens_q,
+            covered=rows // group if spec.traits.seqused_q else None,
+            parts=ctx.scalars.num_splits if spec.split else None,
+            dtype=ctx.out_dtype,
+        )
 
     def _context(self, tensors, scalars) -> Context:
         g = self.geometry

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.specs import ROWS_PER_MMA, CacheSpec
+from flash_attn_fp8.specs import ROWS_PER_MMA, WARP, CacheSpec
 
-WARP = 32
 CHUNK = 16  # bytes of one asynchronous copy
 _LANES_OF_ROW = 4  # that share a row of K, and a row of scores
 _LANES_OF_COLUMN = 8  # that share a row of V: each has an eighth of its columns
@@ -167,7 +166,7 @@ class CacheGeometry:
 
     @property
     def v_tiles_at_once(self) -> int:
-        """Output tiles that one round of the merge exchanges: as many as the rings' memory holds."""
+        """Output tiles that a round of the merge exchanges: as many as the rings have room for."""
         tile = self.spec.tile
         one = 4 * 4 * WARP * tile.m_tiles * tile.m_warps * tile.key_warps
         free = self.rings_bytes - 2 * 4 * 2 * WARP * tile.m_tiles * tile.m_warps * tile.key_warps

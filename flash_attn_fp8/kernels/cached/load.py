@@ -15,8 +15,9 @@ from cutlass import select_ as select
 from cutlass.cutlass_dsl import dsl_user_op
 
 from flash_attn_fp8.kernels.cached.context import Context
-from flash_attn_fp8.kernels.cached.geometry import CHUNK, WARP, Operand
+from flash_attn_fp8.kernels.cached.geometry import CHUNK, Operand
 from flash_attn_fp8.kernels.ptx import asm
+from flash_attn_fp8.specs import WARP
 
 INDEX = 2  # of a key's numbers in shared memory, behind K's scale and V's
 _NO_KEY = -1
@@ -115,9 +116,7 @@ def _copy_rows(ctx, chunks: cutlass.Constexpr, operands: cutlass.Constexpr, n_bl
         for operand, rows, base in operands:
             target = base + row * operand.row_bytes + chunk_at(ctx, operand, row, chunk) * CHUNK
             address = rows.address(page, within) + chunk * CHUNK
-            if const_expr(total % threads == 0):
-                copy_async(target, address, used, CHUNK)
-            elif number < total:
+            if const_expr(total % threads == 0) or number < total:
                 copy_async(target, address, used, CHUNK)
 
 

@@ -13,9 +13,10 @@ from cutlass import select_ as select
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.cached.codes import bias_log2
 from flash_attn_fp8.kernels.cached.context import Context
-from flash_attn_fp8.kernels.cached.geometry import WARP
-from flash_attn_fp8.kernels.online import NEG_INF, log_add_exp
+from flash_attn_fp8.kernels.dtypes import NEG_INF
+from flash_attn_fp8.kernels.online import log_add_exp
 from flash_attn_fp8.policy import LN2, LOG2E
+from flash_attn_fp8.specs import WARP
 
 
 @cute.jit
@@ -94,14 +95,16 @@ def _normalize(ctx, state, m: cutlass.Constexpr, half: cutlass.Constexpr):
         if const_expr(ctx.spec.split):
             logit = select(ctx.work.split == 0, logit, NEG_INF)
         lse = log_add_exp(lse, logit)
-        x = logit * LOG2E
-        sink = select(x > FP32.max, Float32(FP32.max), x)
+        # A sink of infinity takes all weight; of NaN, all is NaN.
+        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
         highest = cute.arch.fmax(row_max, sink)
         top = select(highest == NEG_INF, Float32(0.0), highest)
         rescale = cute.math.exp2(row_max - top, fastmath=True)
         total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     inverse = select(total == total, inverse, total)  # NaN comes out as NaN
+    # A row without keys is 0 whatever its sink is.
+    inverse = select(row_max == NEG_INF, Float32(0.0), inverse)
     if const_expr(ctx.spec.writes_lse):
         if (ctx.lane % 4 == 0) & (ctx.key_warp == 0) & (token < ctx.work.extent_q):
             _write_lse(ctx, token, head, select(token < ctx.work.seqlen_q, lse, NEG_INF))
@@ -119,7 +122,7 @@ def _write_lse(ctx, token, head, lse):
 
 @cute.jit
 def _output_factor(ctx):
-    """V's scale where it has none for each token, one over the output's, what codes are biased by."""
+    """V's scale if it has none for each token, one over the output's, one over codes' bias."""
     kind, scale = ctx.traits.v_descale, ctx.tensors.v_descale
     factor = Float32(2.0 ** -bias_log2(ctx.traits.kv_format, ctx.spec.has_fp8))
     if const_expr(kind is not None and not kind.per_token):
@@ -180,9 +183,7 @@ def _parts_view(ctx):
 
 
 @cute.jit
-def _store(
-    ctx, o, factors, m: cutlass.Constexpr, number, share: cutlass.Constexpr
-):
+def _store(ctx, o, factors, m: cutlass.Constexpr, number, share: cutlass.Constexpr):
     """Store part `number` of `share` of each of a lane's two eighths of two rows."""
     per_eighth = ctx.geometry.v_tiles // share
     for half in cutlass.range_constexpr(2):

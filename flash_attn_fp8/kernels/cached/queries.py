@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from flash_attn_fp8.kernels.cached.context import Context
-from flash_attn_fp8.kernels.cached.geometry import WARP
 from flash_attn_fp8.kernels.encode import packed
+from flash_attn_fp8.specs import WARP
 
 _HALF = 4  # elements of a row that a lane has of an MMA
 _TOP = 14  # log2 of a row's largest element, rounded down, as the tensor core gets it

@@ -16,11 +16,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.fill import Unwritten, fill
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import Barriers
 from flash_attn_fp8.kernels.sm100.context import Buffers, Context
 from flash_attn_fp8.kernels.sm100.correction import correction_role
-from flash_attn_fp8.kernels.sm100.fill import fill_role
 from flash_attn_fp8.kernels.sm100.geometry import (
     CORRECTION_WARP,
     CORRECTION_WARPS,
@@ -162,7 +162,7 @@ class Sm100Forward:
 
         elif warp == SCALE_WARP:
             if const_expr(self.spec.traits.q_layout == "varlen"):
-                fill_role(context())
+                fill(self._unwritten(context()))
             if const_expr(self.geometry.scales_per_token):
                 token_scale_role(context())
 
@@ -211,6 +211,19 @@ class Sm100Forward:
             barriers=barriers,
             first=cute.arch.block_idx()[0] // g.ctas,
             stride=cute.arch.grid_dim()[0] // g.ctas,
+        )
+
+    def _unwritten(self, ctx: Context) -> Unwritten:
+        """Output rows of no unit of work: where fewer rows are in use, only those have units."""
+        t, spec = ctx.tensors, self.spec
+        covered = ctx.schedule.m_blocks * self.geometry.unit_tokens
+        return Unwritten(
+            out=t.out,
+            lse=t.lse,
+            starts=t.cu_seqlens_q,
+            covered=covered if spec.traits.seqused_q else None,
+            parts=ctx.scalars.num_splits if spec.split else None,
+            dtype=self.out_dtype,
         )
 
     def _rank(self):

@@ -22,9 +22,6 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.dtypes import NEG_INF
-from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
-from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.encode import (
     SUM_SCALE,
     SUMMED_WORDS,
@@ -33,6 +30,10 @@ from flash_attn_fp8.kernels.encode import (
     sum_of_16bit,
     sum_of_fp8,
 )
+from flash_attn_fp8.kernels.online import capped, log_add_exp, raised
+from flash_attn_fp8.kernels.sm100 import tensor_memory
+from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
+from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import K_FACTOR, PAIRS_BY_FMA, V_INVERSE, V_LOG2
 from flash_attn_fp8.kernels.sm100.scales import (
     is_uniform,
@@ -136,7 +137,7 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     factor = _to_log2(ctx, s, row.factor, scales)
     if const_expr(masked):
         _mask(ctx, s, row, row.work.n_max - 1 - i)
-    row_max, rescale = _raise(policy, row_max, _maximum(s) * factor)
+    row_max, rescale = raised(policy, row_max, _maximum(s) * factor)
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
     finite = select(row_max == NEG_INF, Float32(0.0), row_max)
@@ -179,7 +180,7 @@ def _to_log2(ctx, s, factor, scales):
         factor = Float32(1.0)
     elif const_expr(ctx.traits.softcap):
         for i in cutlass.range_constexpr(TILE):
-            s[i] = _capped(ctx, s[i] * factor)
+            s[i] = capped(s[i] * factor, ctx.scalars.softcap)
         factor = Float32(1.0)
     return factor
 
@@ -194,7 +195,8 @@ def _scaled(ctx, pair, factor, k_factor, v_log2):
             pair = cute.arch.mul_packed_f32x2(pair, (factor, factor))
     if traits.softcap:
         pair = cute.arch.mul_packed_f32x2(pair, multiplier)
-        pair = _capped(ctx, pair[0]), _capped(ctx, pair[1])
+        cap = ctx.scalars.softcap
+        pair = capped(pair[0], cap), capped(pair[1], cap)
         multiplier = Float32(1.0), Float32(1.0)
     if per_token(traits.v_descale):
         return cute.arch.fma_packed_f32x2(pair, multiplier, v_log2)
@@ -207,17 +209,6 @@ def _scales_of(scales, kind: int, column: int):
     part = cute.logical_divide(scales[None, kind], cute.make_layout(_SCALES_AT_ONCE))
     cute.autovec_copy(part[None, column // _SCALES_AT_ONCE], values)
     return values
-
-
-@cute.jit
-def _capped(ctx, score):
-    """softcap * tanh(score / softcap) in log2 units, of a score in natural ones.
-
-    tanh y = 1 - 2 / (e**2y + 1): tanh.approx would err by 2**-11 of the cap.
-    """
-    softcap = ctx.scalars.softcap
-    e = cute.math.exp2(score * (2 * LOG2E / softcap), fastmath=True)
-    return (1.0 - 2.0 * cute.arch.rcp_approx(e + 1.0)) * (softcap * LOG2E)
 
 
 @cute.jit
@@ -241,16 +232,6 @@ def _maximum(s):
         chains[i % 4] = cute.arch.fmax(chains[i % 4], s[i], nan=True)
     first = cute.arch.fmax(chains[0], chains[1], nan=True)
     return cute.arch.fmax(first, cute.arch.fmax(chains[2], chains[3], nan=True), nan=True)
-
-
-@cute.jit
-def _raise(policy: cutlass.Constexpr, row_max, tile_max):
-    """(maximum, factor of what was summed before): raised where it lags by more than allowed."""
-    highest = cute.arch.fmax(row_max, tile_max, nan=True)
-    lag = highest - row_max
-    keeps = (lag <= policy.rescale_threshold) | (highest == NEG_INF)
-    rescale = select(keeps, Float32(1.0), cute.math.exp2(-lag, fastmath=True))
-    return select(keeps, row_max, highest), rescale
 
 
 @cute.jit
@@ -340,7 +321,7 @@ def _finish(ctx, work, head, state):
         logit = Float32(ctx.tensors.sink[head])
         if const_expr(ctx.geometry.spec.split):
             logit = select(work.split == 0, logit, NEG_INF)
-        lse = _log_add_exp(lse, logit)
+        lse = log_add_exp(lse, logit)
         # A sink of infinity takes all weight; of NaN, all is NaN.
         sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
         highest = cute.arch.fmax(row_max, sink)
@@ -352,15 +333,6 @@ def _finish(ctx, work, head, state):
     # A row without keys is 0 whatever its sink is, as in a unit of work without keys.
     inverse = select(row_max == NEG_INF, Float32(0.0), inverse)
     return rescale * inverse * output_factor(ctx, work), lse
-
-
-@cute.jit
-def _log_add_exp(a, b):
-    """log(exp a + exp b), in natural units so that one beside -inf is returned to the bit."""
-    high, low = cute.arch.fmax(a, b, nan=True), cute.arch.fmin(a, b)
-    finite = select(high == NEG_INF, Float32(0.0), high)
-    ratio = cute.math.exp2((low - finite) * LOG2E, fastmath=True)
-    return high + cute.math.log2(1.0 + ratio, fastmath=True) * LN2
 
 
 @cute.jit

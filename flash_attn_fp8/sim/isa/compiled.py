@@ -217,8 +217,13 @@ def lock() -> Iterator[None]:
         yield
         return
     path = cache_directory() / "sim" / "lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:  # a cache that cannot be written: nothing is shared
+        yield
+        return
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

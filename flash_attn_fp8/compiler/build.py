@@ -8,12 +8,17 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 
-from flash_attn_fp8.compiler.signatures import combine_signature, forward_signature
+from flash_attn_fp8.compiler.signatures import (
+    append_signature,
+    combine_signature,
+    forward_signature,
+)
+from flash_attn_fp8.kernels.append import Append
 from flash_attn_fp8.kernels.combine import Combine
 from flash_attn_fp8.kernels.sm100.forward import Sm100Forward
-from flash_attn_fp8.specs import CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import AppendSpec, CombineSpec, Sm100Spec
 
-Spec = Sm100Spec | CombineSpec
+Spec = Sm100Spec | CombineSpec | AppendSpec
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -25,6 +30,8 @@ def compile_kernel(spec: Spec, options: str = "", **how: Any) -> Any:
     arguments: tuple[Any, ...]
     if isinstance(spec, Sm100Spec):
         kernel, arguments = Sm100Forward(spec), forward_signature(spec)
+    elif isinstance(spec, AppendSpec):
+        kernel, arguments = Append(spec), (append_signature(spec),)
     else:
         kernel, arguments = Combine(spec), (combine_signature(spec),)
     with warnings.catch_warnings():

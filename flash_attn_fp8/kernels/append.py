@@ -95,9 +95,9 @@ class Append:
             cute.autovec_copy(_part(source[batch, token, head, None], width, lane), x)
         codes = cute.make_rmem_tensor(cute.make_layout(_elements(width)), Uint8)
         if const_expr(self.finds_scale):
-            scale, stored = self._quantize(x, codes, lanes)
+            scale = self._quantize(x, codes, lanes)
             if exists & (lane == 0):
-                scales[page, offset, head] = stored
+                scales[page, offset, head] = scale
         else:
             index = head if const_expr(self.spec.per == "head") else 0
             self._divide(x, codes, scales[index])
@@ -106,7 +106,7 @@ class Append:
 
     @cute.jit
     def _quantize(self, x, codes, lanes: cutlass.Constexpr):
-        """Codes of a row by its own scale; (that scale, what is stored of it)."""
+        """Codes of a row by its own scale; what is stored of that."""
         bits = self._magnitude_bits(x)
         infinity = _INFINITY[self.spec.source]
         strange, has_nan = bits >= infinity, Boolean(bits > infinity)
@@ -129,7 +129,7 @@ class Append:
             ballot = Uint32(cute.arch.vote_ballot_sync(has_nan))
             group = (ballot >> Uint32(lane // lanes * lanes)) & Uint32((1 << lanes) - 1)
             stored = Float32(select(group != 0, Float32(float("nan")), scale))
-        return scale, stored
+        return stored
 
     @cute.jit
     def _divide(self, x, codes, scale):

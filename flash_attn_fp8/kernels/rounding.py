@@ -1,4 +1,4 @@
-"""Operations on numbers that CuTe DSL has no name for: how fp32 is divided, and rounded to codes."""
+"""How fp32 is divided and rounded to codes: operations that CuTe DSL has no name for."""
 
 from __future__ import annotations
 

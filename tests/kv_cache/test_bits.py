@@ -21,6 +21,7 @@ from tests.kv_cache.caches import (
     model_of,
     new_tokens,
     spoil,
+    static_scales,
 )
 
 pytest.importorskip("cutlass")
@@ -109,8 +110,6 @@ def test_on_hopper(fmt: str) -> None:
 def every_rounding(fmt: str, heads: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """For `static_scales`: numbers around every midpoint of two codes, and codes themselves."""
     layout = Layout(fmt=fmt, per="head", heads=heads)
-    from tests.kv_cache.caches import static_scales
-
     return tuple(
         around_midpoints(fmt, static_scales(layout, seed), width, len(SLOTS))
         for seed, width in zip((1, 2), dims, strict=True)
@@ -125,10 +124,10 @@ def around_midpoints(fmt: str, scale: Tensor, width: int, tokens: int) -> Tensor
     points = torch.cat([(codes[1:] + codes[:-1]) / 2, codes])
     x = (points.double()[:, None] * scale.double()).float()
     near = [x]
-    for _ in range(2):
-        near.append(torch.nextafter(near[-1], torch.tensor(torch.inf)))
-    for _ in range(2):
-        near.append(torch.nextafter(near[-1] if _ else x, torch.tensor(0.0)))
+    for towards in (torch.inf, 0.0):
+        for distance in range(2):
+            start = near[-1] if distance else x
+            near.append(torch.nextafter(start, torch.tensor(towards)))
     flat = torch.cat(near).T  # (heads, numbers)
     flat = flat * torch.where(torch.arange(flat.shape[1]) % 2 == 0, 1.0, -1.0)
     room = tokens * width

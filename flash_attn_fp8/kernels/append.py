@@ -4,20 +4,24 @@ A row is loaded once, into registers; its largest magnitude goes through shuffle
 are stored. The bits are those of `quantize` (per token and head), or of a division by static scales
 with `saturating_cast`, for every input: zeros, denormals, infinities and NaN.
 
-**The division** x / s of a row by its scale is IEEE's, rounded to nearest, in four operations an
-element. With s = m 2^E, 1 <= m < 2, X = |x| 2^-E, and y + z the sum of two fp32 numbers that is
-1 / m but for 2^-46 of it, y itself 1 / m rounded to nearest,
+**The division** x / s of a row by its scale is IEEE's, rounded to nearest, in three operations an
+element. With y = 1 / s rounded to nearest,
 
-    q = fma(X, y, X z),    e = fma(-q, m, X),    result = fma(e, y, q).
+    q = x y,    e = fma(-q, s, x),    result = fma(e, y, q).
 
-q is one of the two neighbours of Q = X / m, as rounding something 2^-46 from Q is. So e is exact,
-and Q = q + e / m. What the last operation rounds is off from Q by |e| |y - 1 / m| <= |e| 2^-25. Let
-h be half an ulp of Q. To matter, Q must lie that near to a midpoint of neighbours, an odd multiple
-of h; there |e| / m = |Q - q| <= h + D, D the distance. But Q is no midpoint, since a product of m
-and 25 bits ending in 1 has no 24 bits, and |X - midpoint m| is a multiple of h 2^-23: D >= h 2^-23
-/ m. That exceeds (h + D) m 2^-25 whenever m <= 2 - 2^-23, as every m is.
-Where X or the result is denormal, exactness is lost, and does not matter: such a Q rounds to zero
-in every format. X does not overflow since |x| is bounded by (largest code) s first.
+Let 1 <= x, s < 2 (powers of two change nothing), Q = x / s, h half an ulp of it: 2^-24, or 2^-25
+where x < s. |y - 1 / s| <= 2^-25, so q is less than 2 h from Q, or where x < s less than (1 + x) h.
+What the last operation rounds would be Q itself, but is off by |e| |y - 1 / s|, and by what e was
+rounded. That matters where it reaches the midpoint of two neighbours, an odd multiple of h, from D
+away. Q is no midpoint (the product of s and of 25 bits ending in 1 needs more than 24), and
+x - midpoint s is a multiple of 2^-23 h, so D >= 2^-23 h / s. q is a multiple of 2 h. Either it is
+h + D from Q at most: e is exact, and off is |e| |y - 1 / s| <= (h + D) s 2^-25, less than D for any
+s <= 2 - 2^-23. Or it is 3 h - D from Q: then e, rounded by 2^-47 at most, makes for a D below 2.5
+2^-48, while D >= (2 - x) h; this leaves x = 2 - 2^-22 and s = 2 - 2^-23, whose Q is near no
+midpoint.
+An e that is denormal is not exact. It matters only to Q that do not round to zero in every format,
+from 2^-18 on, and so only below s = 2^-85: there x and s are taken times 2^64, which is exact. And
+|x| is bounded by (largest code) s first where it may be more.
 
 **The sign** of fp8 is the input's, zeros and NaN included: a bit of it, put in after rounding.
 """
@@ -36,8 +40,10 @@ from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.specs import AppendSpec
 
 WARP = 32
-THREADS = 256
-_WIDE, _NARROW = 16, 8  # elements of a lane: a vector of codes, or half of one
+THREADS = 128
+_WIDE, _NARROW = 16, 8  # elements that are moved at once: a vector of codes, or half of one
+_MOVES = 2  # of a lane
+_SMALL, _LIFT = 2.0**-85, 2.0**64
 # Magnitudes as integers are in the order of their values, with NaN past infinity.
 _INFINITY = {"bf16": 0x7F80, "fp16": 0x7C00, "fp32": 0x7F800000}
 
@@ -56,44 +62,50 @@ class Append:
         """Host code: the launch. Keys and values are the grid's second dimension."""
         batch, seqlen, heads = tensors.k.shape[0], tensors.k.shape[1], tensors.k.shape[2]
         least = min(_rows_of_cta(self.spec.head_dim), _rows_of_cta(self.spec.head_dim_v))
+        by_heads = cute.FastDivmodDivisorV2(Uint32(heads))
+        by_page = cute.FastDivmodDivisorV2(Uint32(tensors.k_cache.shape[1]))
         self.kernel.set_name_prefix("flash_attn_fp8_append")
-        self.kernel(tensors).launch(
+        self.kernel(tensors, by_heads, by_page).launch(
             grid=(cute.ceil_div(seqlen * heads, least), 2, batch),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, t: AppendTensors):
+    def kernel(self, t: AppendTensors, by_heads, by_page):
         """Device code."""
+        divisors = by_heads, by_page
         if cute.arch.block_idx()[1] == 0:
-            self._rows(t.k, t.k_cache, t.k_scale, t.slots, self.spec.head_dim)
+            self._rows(t.k, t.k_cache, t.k_scale, t.slots, divisors, self.spec.head_dim)
         else:
-            self._rows(t.v, t.v_cache, t.v_scale, t.slots, self.spec.head_dim_v)
+            self._rows(t.v, t.v_cache, t.v_scale, t.slots, divisors, self.spec.head_dim_v)
 
     @cute.jit
-    def _rows(self, source, cache, scales, slots, width: cutlass.Constexpr):
+    def _rows(self, source, cache, scales, slots, divisors, width: cutlass.Constexpr):
         """A row of each group of lanes. All lanes stay: they take part in shuffles."""
-        lanes = _lanes(width)
+        by_heads, by_page = divisors
+        lanes, count = _lanes(width), _elements(width)
         thread = cute.arch.thread_idx()[0]
         lane = thread % lanes
         row = Uint32(cute.arch.block_idx()[0] * (THREADS // lanes) + thread // lanes)
         batch = cute.arch.block_idx()[2]
-        seqlen, heads = source.shape[1], source.shape[2]
-        token, head = Int32(row // Uint32(heads)), Int32(row % Uint32(heads))
-        slot, page_size = Int64(-1), cache.shape[1]
+        seqlen = source.shape[1]
+        token, head = (Int32(part) for part in divmod(row, by_heads))
+        slot = Int64(-1)
         if token < seqlen:
             slot = Int64(slots[batch * seqlen + token])
-        exists = (slot >= 0) & (slot < Int64(cache.shape[0]) * Int64(page_size))
+        exists = (slot >= 0) & (slot < Int64(cache.shape[0]) * Int64(cache.shape[1]))
         slot = Uint32(Int64(select(exists, slot, Int64(0))))
-        page, offset = Int32(slot // Uint32(page_size)), Int32(slot % Uint32(page_size))
-        active = exists & (lane < width // _elements(width))
+        page, offset = (Int32(part) for part in divmod(slot, by_page))
 
-        x = cute.make_rmem_tensor(cute.make_layout(_elements(width)), self.source)
+        x = cute.make_rmem_tensor(cute.make_layout((count, _MOVES)), self.source)
         x.fill(0.0)
-        if active:
-            cute.autovec_copy(_part(source[batch, token, head, None], width, lane), x)
-        codes = cute.make_rmem_tensor(cute.make_layout(_elements(width)), Uint8)
+        row_of_source = source[batch, token, head, None]
+        for i in cutlass.range_constexpr(_MOVES):
+            part = i * lanes + lane  # neighbours have neighbouring parts
+            if exists & (part < width // count):
+                cute.autovec_copy(_part(row_of_source, width, part), x[None, i])
+        codes = cute.make_rmem_tensor(cute.make_layout((count, _MOVES)), Uint8)
         if const_expr(self.finds_scale):
             scale = self._quantize(x, codes, lanes)
             if exists & (lane == 0):
@@ -101,8 +113,11 @@ class Append:
         else:
             index = head if const_expr(self.spec.per == "head") else 0
             self._divide(x, codes, scales[index])
-        if active:
-            cute.autovec_copy(codes, _part(cache[page, offset, head, None], width, lane))
+        row_of_cache = cache[page, offset, head, None]
+        for i in cutlass.range_constexpr(_MOVES):
+            part = i * lanes + lane
+            if exists & (part < width // count):
+                cute.autovec_copy(codes[None, i], _part(row_of_cache, width, part))
 
     @cute.jit
     def _quantize(self, x, codes, lanes: cutlass.Constexpr):
@@ -118,8 +133,7 @@ class Append:
         scale = rounding.divide(amax, Float32(self.format.max))
         scale = cute.arch.fmin(cute.arch.fmax(scale, low), high)
         scale = Float32(select(amax == 0.0, Float32(ZERO_DESCALE), scale))
-        values = cute.make_rmem_tensor(x.layout, Float32)
-        values.store(x.load().to(Float32))
+        values = _as_floats(x)
         if strange:
             self._bound(values, scale)
         self._encode(x, values, codes, scale)
@@ -134,8 +148,7 @@ class Append:
     @cute.jit
     def _divide(self, x, codes, scale):
         """Codes of a row by a scale that is given."""
-        values = cute.make_rmem_tensor(x.layout, Float32)
-        values.store(x.load().to(Float32))
+        values = _as_floats(x)
         self._bound(values, scale)
         self._encode(x, values, codes, scale)
 
@@ -185,46 +198,63 @@ class Append:
                 value = Float32(select(value == value, value, Float32(0.0)))
                 values[i] = cute.arch.fmax(cute.arch.fmin(value, bound), -bound)
             else:
-                values[i] = rounding.min_of_magnitude(values[i], bound)
+                values[i] = rounding.within(values[i], bound)
 
     @cute.jit
     def _encode(self, x, values, codes, scale):
         """values / scale in the cache's format, as bytes."""
-        divisor = rounding.divisor(scale)
+        if scale < Float32(_SMALL):
+            scale = scale * Float32(_LIFT)
+            for i in cutlass.range_constexpr(cute.size(values)):
+                values[i] = values[i] * Float32(_LIFT)
+        minus_scale, inverse = -scale, rounding.reciprocal(scale)
         signs, words = _words(x), _words(codes)
-        signed = self.format is INT8
         for i in cutlass.range_constexpr(cute.size(words)):
             quotients = tuple(
-                rounding.quotient(values[4 * i + j], divisor, signed=signed) for j in range(4)
+                rounding.quotient(values[4 * i + j], minus_scale, inverse) for j in range(4)
             )
-            if const_expr(signed):
+            if const_expr(self.format is INT8):
                 words[i] = rounding.int8_word(quotients)
             else:
                 per_word = 32 // self.source.width
                 of_four = tuple(signs[4 * i // per_word + j] for j in range(4 // per_word))
-                magnitudes = rounding.fp8_word(self.format, quotients, self.spec.converts)
-                words[i] = magnitudes | (rounding.upper_bytes(of_four) & Uint32(0x80808080))
+                code = rounding.fp8_word(self.format, quotients, self.spec.converts)
+                words[i] = code | (rounding.upper_bytes(of_four) & Uint32(0x80808080))
 
 
 def _elements(width: int) -> int:
-    """Elements of a row that a lane has."""
+    """Elements of a row that are moved at once."""
     return _WIDE if width % _WIDE == 0 else _NARROW
 
 
 def _lanes(width: int) -> int:
     """Lanes of a row: a power of two, of which the last may have nothing to do."""
-    return 1 << (width // _elements(width) - 1).bit_length()
+    parts = width // _elements(width)
+    return 1 << (-(-parts // _MOVES) - 1).bit_length()
 
 
 def _rows_of_cta(width: int) -> int:
     return THREADS // _lanes(width)
 
 
-def _part(row, width: int, lane):
-    """A lane's elements of a row."""
+def _part(row, width: int, part):
+    """Elements of a row that are moved at once."""
     count = _elements(width)
     layout = cute.make_layout((count, width // count), stride=(1, count))
-    return cute.make_tensor(row.iterator, layout)[None, lane]
+    return cute.make_tensor(row.iterator, layout)[None, part]
+
+
+def _as_floats(x):
+    values = cute.make_rmem_tensor(cute.make_layout(cute.size(x)), Float32)
+    if x.element_type is DTYPES["bf16"]:  # one operation each, where a conversion takes two
+        words = _words(x)
+        for i in range(cute.size(words)):
+            values[2 * i] = Uint32(words[i] << 16).bitcast(Float32)
+            values[2 * i + 1] = Uint32(words[i] & Uint32(0xFFFF0000)).bitcast(Float32)
+    else:
+        flat = cute.make_tensor(x.iterator, cute.make_layout(cute.size(x)))
+        values.store(flat.load().to(Float32))
+    return values
 
 
 def _words(x):

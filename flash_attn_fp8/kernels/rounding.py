@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
@@ -45,25 +43,21 @@ def divide(a, b, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def _reciprocal(a, *, loc=None, ip=None) -> Float32:
+def reciprocal(a, *, loc=None, ip=None) -> Float32:
+    """1 / a, IEEE."""
     return _floats("rcp.rn.f32 $0, $1;", (a,), loc, ip)
 
 
 @dsl_user_op
-def _fma(a, b, c, *, loc=None, ip=None) -> Float32:
-    return _floats("fma.rn.f32 $0, $1, $2, $3;", (a, b, c), loc, ip)
-
-
-@dsl_user_op
-def min_of_magnitude(x, bound, *, loc=None, ip=None) -> Float32:
-    """The lesser of |x| and bound; NaN if x is."""
-    text = "{ .reg .f32 a; abs.f32 a, $1; min.NaN.f32 $0, a, $2; }"
+def within(x, bound, *, loc=None, ip=None) -> Float32:
+    """x, no further than bound from 0; NaN if x is."""
+    text = "{ .reg .f32 a, b; min.NaN.f32 a, $1, $2; neg.f32 b, $2; max.NaN.f32 $0, a, b; }"
     return _floats(text, (x, bound), loc, ip)
 
 
 @dsl_user_op
 def max_of_halves(source: str, a, b, *, loc=None, ip=None) -> Uint32:
-    """The larger of two pairs of bf16 or fp16, element by element; NaN if either is."""
+    """The larger of two pairs of bf16 or fp16, element by element; NaN where either is."""
     name = {"bf16": "bf16x2", "fp16": "f16x2"}[source]
     operands = [Uint32(v).ir_value(loc=loc, ip=ip) for v in (a, b)]
     return Uint32(_asm(T.i32(), operands, f"max.NaN.{name} $0, $1, $2;", "=r,r,r", loc, ip))
@@ -77,31 +71,12 @@ def from_half(bits, *, loc=None, ip=None) -> Float32:
     return Float32(_asm(T.f32(), [operand], text, "=f,r", loc, ip))
 
 
-class Divisor(NamedTuple):
-    """A scale s = m 2^E as `quotient` uses it, y + z ~ 1 / m."""
-
-    minus_m: Float32
-    y: Float32
-    z: Float32
-    unit: Float32  # 2^-E
-
-
-def divisor(scale: Float32) -> Divisor:
-    """Of a normal number below 2^127."""
-    bits = scale.bitcast(Int32)
-    m = ((bits & _FRACTION) | (127 << _EXPONENT)).bitcast(Float32)
-    unit = ((254 << _EXPONENT) - (bits & ~_FRACTION)).bitcast(Float32)
-    y = _reciprocal(m)
-    return Divisor(-m, y, _fma(-m, y, Float32(1.0)) * y, unit)
-
-
 @dsl_user_op
-def quotient(x, by: Divisor, *, signed: bool, loc=None, ip=None) -> Float32:
-    """x (or |x|) / s, rounded once: `append.py` has the proof."""
-    start = "mov.f32 a, $1;" if signed else "abs.f32 a, $1;"
-    text = f"{{ .reg .f32 a, q, e; {start} mul.rn.f32 a, a, $5; mul.rn.f32 q, a, $4; "
-    text += "fma.rn.f32 q, a, $3, q; fma.rn.f32 e, q, $2, a; fma.rn.f32 $0, e, $3, q; }"
-    return _floats(text, (x, by.minus_m, by.y, by.z, by.unit), loc, ip)
+def quotient(x, minus_s, y, *, loc=None, ip=None) -> Float32:
+    """x / s, rounded once, of y = 1 / s rounded: `append.py` has the proof."""
+    text = "{ .reg .f32 q, e; mul.rn.f32 q, $1, $3; fma.rn.f32 e, q, $2, $1; "
+    text += "fma.rn.f32 $0, e, $3, q; }"
+    return _floats(text, (x, minus_s, y), loc, ip)
 
 
 def int8_word(values) -> Uint32:
@@ -125,19 +100,23 @@ def _bytes(words, at: int) -> Uint32:
 
 
 def fp8_word(fmt: Format, values, converts: bool) -> Uint32:
-    """Four magnitudes, at most one ulp above the largest, in fp8, ties to even; NaN is 0x7F."""
+    """Four numbers, at most an ulp past the largest code, in fp8, ties to even; NaN is 0x7F.
+
+    The sign of what rounds to zero may be lost.
+    """
     if converts:
         return packed(fmt.name, values)
     return _bytes([_fp8(fmt, v) for v in values], 0)
 
 
 def _fp8(fmt: Format, value: Float32) -> Uint32:
-    """One of them by integers.
+    """The magnitude of one of them, by integers.
 
     From the smallest normal number on, rounding is of the bits below the fraction's last that is
     kept; a carry goes into the exponent. Below, a sum whose ulp is the smallest subnormal rounds.
     """
-    bits = value.bitcast(Uint32)
+    bits = value.bitcast(Uint32) & 0x7FFFFFFF
+    value = bits.bitcast(Float32)
     cut = _EXPONENT - fmt.mantissa_bits
     odd = (bits >> cut) & 1
     bias = (127 - fmt.exponent_bias) << _EXPONENT

@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_attn_fp8 as fa
 from flash_attn_fp8 import kv_append, simulation
 from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.specs import AppendSpec
 from flash_attn_fp8.target import Target
 from tests.kv_cache.caches import (
     LAYOUTS,
@@ -217,6 +218,17 @@ def test_simulate_says_what_an_append_moves() -> None:
     read, written = run.traffic["global bytes read"], run.traffic["global bytes written"]
     assert written == rows * (width + 4)
     slots = read - rows * width * 2
-    assert slots == rows * 8 * (width // 16)  # its int64 slot, by each lane of a row
+    assert slots == rows * 8 * (width // 32)  # its int64 slot, by each lane of a row
     loads = [i for i in run.as_data()["instructions"] if i["opcode"].startswith("ld.global.v4")]
     assert sum(i["executed"] for i in loads) == rows * width * 2 // (16 * 32)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120a"])
+def test_it_compiles_for_other_architectures(arch: str) -> None:
+    """Whose instructions the simulator does not run: the assembler takes them."""
+    from flash_attn_fp8.compiler.build import compile_kernel
+
+    spec = AppendSpec("bf16", "e4m3", 128, 64, "token_head", converts=kv_append._has_fp8(arch))
+    assert spec.converts == (arch != "sm_80")
+    kernel = compile_kernel(spec, f"--gpu-arch {arch}", no_jit_engine=True)
+    assert kernel.ir_module is not None

@@ -310,7 +310,8 @@ def execute(a: Append, impl: str | None = None) -> None:
     elif impl == "sim":
         _simulate(a, settings().target.arch)
     else:
-        _launch(a, target_of(a.k_cache.device).arch)
+        with torch.cuda.device_of(a.k_cache):
+            _launch(a, target_of(a.k_cache.device).arch)
 
 
 def _by_torch(a: Append) -> None:

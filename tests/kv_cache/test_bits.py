@@ -30,7 +30,9 @@ pytest.importorskip("cutlass")
 SLOTS = [4, -1, 0, 11, 8, 20, 3, -7, 14, 1]
 
 
-def both_ways(layout: Layout, k: Tensor, v: Tensor, slots: Tensor, arch: str = "sm_100a") -> None:
+def assert_same_both_ways(
+    layout: Layout, k: Tensor, v: Tensor, slots: Tensor, arch: str = "sm_100a"
+) -> None:
     """Appends by torch and by the kernel: all memory is the same, and the model's."""
     caches = cache_of(layout), cache_of(layout)
     model = model_of(caches[0])
@@ -62,7 +64,7 @@ KERNELS = [
 def test_bits_in_every_layout(kind: str, fmt: str, source: str, dims: tuple[int, int]) -> None:
     layout = Layout(kind, fmt, heads=3, dims=dims)
     k, v = new_tokens(len(SLOTS), 3, dims=dims, source=source)
-    both_ways(layout, k, v, torch.tensor(SLOTS, dtype=torch.int32))
+    assert_same_both_ways(layout, k, v, torch.tensor(SLOTS, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -70,7 +72,7 @@ def test_bits_in_every_layout(kind: str, fmt: str, source: str, dims: tuple[int,
 def test_page_sizes(kind: str, page_size: int) -> None:
     layout = Layout(kind, pages=31 // page_size + 1, page_size=page_size, batch=1)
     k, v = new_tokens(len(SLOTS), 2, dims=(64, 64))
-    both_ways(layout, k, v, torch.tensor(SLOTS, dtype=torch.int32))
+    assert_same_both_ways(layout, k, v, torch.tensor(SLOTS, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
@@ -79,7 +81,7 @@ def test_infinities_and_nan(fmt: str, source: str) -> None:
     """They do not count in the scale; NaN keeps its sign, and marks the row in int8."""
     dims = (64, 64)
     k, v = (spoil(x) for x in new_tokens(len(SLOTS), 2, dims=dims, source=source))
-    both_ways(Layout(fmt=fmt), k, v, torch.tensor(SLOTS, dtype=torch.int32))
+    assert_same_both_ways(Layout(fmt=fmt), k, v, torch.tensor(SLOTS, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("per", ["head", "tensor"])
@@ -88,7 +90,7 @@ def test_static_scales(fmt: str, per: str) -> None:
     """They are read, large numbers saturate, and no scale is written."""
     k, v = new_tokens(len(SLOTS), 2, dims=(64, 64))
     k[3, 0, 5], v[0, 1, 0] = float("inf"), -float("inf")
-    both_ways(Layout(fmt=fmt, per=per), k, v, torch.tensor(SLOTS, dtype=torch.int32))
+    assert_same_both_ways(Layout(fmt=fmt, per=per), k, v, torch.tensor(SLOTS, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -97,15 +99,15 @@ def test_rounding_by_integers(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kv_append, "_FIRST_WITH_FP8", 1000)
     k, v = (spoil(x) for x in new_tokens(len(SLOTS), 2, dims=(64, 64), source="fp32"))
     slots = torch.tensor(SLOTS, dtype=torch.int32)
-    both_ways(Layout(fmt=fmt), k, v, slots)
-    both_ways(Layout(fmt=fmt, per="head"), *every_rounding(fmt, 2, (64, 64)), slots)
+    assert_same_both_ways(Layout(fmt=fmt), k, v, slots)
+    assert_same_both_ways(Layout(fmt=fmt, per="head"), *every_rounding(fmt, 2, (64, 64)), slots)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 def test_on_hopper(fmt: str) -> None:
     k, v = new_tokens(len(SLOTS), 2, dims=(128, 64))
     slots = torch.tensor(SLOTS, dtype=torch.int32)
-    both_ways(Layout(fmt=fmt, dims=(128, 64)), k, v, slots, arch="sm_90a")
+    assert_same_both_ways(Layout(fmt=fmt, dims=(128, 64)), k, v, slots, arch="sm_90a")
 
 
 def every_rounding(fmt: str, heads: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -177,14 +179,14 @@ def test_strides_of_sources(way: str) -> None:
         k, v = (torch.cat([x, x], 1)[:, :5] for x in (k, v))
     else:
         k, v = k[:1].expand(2, -1, -1, -1), v[:, :1].expand(-1, 5, -1, -1)
-    both_ways(layout, k, v, torch.tensor([5, 3, 60, 61, 62, 9, -1, 0, 40, 33]))
+    assert_same_both_ways(layout, k, v, torch.tensor([5, 3, 60, 61, 62, 9, -1, 0, 40, 33]))
 
 
 @pytest.mark.parametrize("width", [8, 72, 248])
 def test_head_dims_that_are_no_multiple_of_16(width: int) -> None:
     layout = Layout(dims=(width, 16))
     k, v = new_tokens(len(SLOTS), 2, dims=layout.dims)
-    both_ways(layout, k, v, torch.tensor(SLOTS))
+    assert_same_both_ways(layout, k, v, torch.tensor(SLOTS))
 
 
 def test_slots_past_the_pool_are_skipped_unchecked() -> None:
@@ -205,7 +207,7 @@ def test_a_small_pool_and_many_tokens() -> None:
     layout = replace(Layout(fmt="int8"), page_size=16, pages=20)
     slots = torch.randperm(layout.slots, generator=torch.Generator().manual_seed(0))[:301]
     k, v = new_tokens(301, 2, dims=(64, 64), seed=5)
-    both_ways(layout, k, v, slots)
+    assert_same_both_ways(layout, k, v, slots)
 
 
 def test_simulate_says_what_an_append_moves() -> None:

@@ -81,3 +81,21 @@ def test_it_says_what_it_is() -> None:
         "QuantizedKVCache(int8, per token_head, batch 2 of 48 tokens in 6 pages of 16, "
         "4 heads of 192 and 128)"
     )
+
+
+def test_keys_and_values_in_one_pool() -> None:
+    """Interleaved page by page, as serving engines allocate them: it is no overlap."""
+    pool = torch.zeros(5, 2, 16, 2, 80, dtype=torch.uint8)
+    codes, scales = pool[..., :64].view(torch.int8), pool[..., 64:68].view(torch.float32)[..., 0]
+    table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32)
+    cache = fa.QuantizedKVCache.adopt(
+        codes[:, 0], codes[:, 1], k_descale=scales[:, 0], v_descale=scales[:, 1], page_table=table
+    )
+    own = fa.QuantizedKVCache(2, 32, 2, 64, dtype=torch.int8)
+    k, v = new_tokens(2, 20, 2, dims=(64, 64))
+    for one in (cache, own):
+        one.append(k, v)
+    for mine, yours in zip(cache.dequantize(), own.dequantize(), strict=True):
+        assert torch.equal(mine, yours)
+    assert not pool[2].any()
+    assert not pool[..., 68:].any()

@@ -358,7 +358,7 @@ class QuantizedKVCache:
             cu_seqlens: (batch + 1,) int32: whose the packed rows are. Those of nobody are skipped.
             nonfinite: "raise" or "keep", as in `append_kv`.
             check: whether data is looked at: lengths, pages, slots, static scales, numbers. On CUDA
-                that is a synchronisation. Without it, tokens that have no place (past the capacity,
+                that synchronises. Without it, tokens that have no place (past the capacity,
                 on a page that is not there) are skipped, and lengths stop at the capacity.
             impl: as in `append_kv`.
 
@@ -414,8 +414,8 @@ class QuantizedKVCache:
         return torch.where(placed, page * size + position % size, -1), counts
 
     def _faults_of_places(self, counts: Tensor, cu_seqlens: Tensor | None, total: int) -> list[str]:
-        """Why new tokens find no place, in the order of sequences."""
-        faults = []
+        """Why new tokens find no place."""
+        faults: list[str] = []
         if cu_seqlens is not None:
             edges = cu_seqlens.tolist()
             if edges[0] != 0 or edges != sorted(edges) or edges[-1] > total:
@@ -423,28 +423,32 @@ class QuantizedKVCache:
                     f"cu_seqlens={edges} must start at 0, not decrease, and end within the "
                     f"{total} packed rows"
                 ]
-        table = None if self.page_table is None else self.page_table.tolist()
-        new = counts.tolist()
-        for sequence, (length, more) in enumerate(zip(self.seqlens.tolist(), new, strict=True)):
-            if not 0 <= length <= self.capacity:
-                faults.append(
-                    f"cache.seqlens[{sequence}]={length} must be from 0 to {self.capacity}"
-                )
-            elif length + more > self.capacity:
-                faults.append(
-                    f"sequence {sequence} has {length} tokens and {more} more do not fit: its "
-                    f"capacity is {self.capacity}"
-                )
-            elif table is not None and more:
-                size = self.k.shape[1]
-                for column in range(length // size, -(-(length + more) // size)):
-                    page = table[sequence][column]
-                    if not 0 <= page < self.k.shape[0]:
-                        faults.append(
-                            f"sequence {sequence} is out of pages: cache.page_table[{sequence}, "
-                            f"{column}]={page}, and pages are from 0 to {self.k.shape[0] - 1}"
-                        )
-                        break
+        length, more = self.seqlens.long(), counts.long()
+        broken = (length < 0) | (length > self.capacity)
+        full = ~broken & (length + more > self.capacity)
+        homeless = torch.zeros_like(broken)[:, None]
+        if self.page_table is not None:
+            start = torch.arange(self.page_table.shape[1], device=length.device) * self.k.shape[1]
+            end = start + self.k.shape[1]
+            needed = (start < (length + more)[:, None]) & (end > length[:, None])
+            there = (self.page_table >= 0) & (self.page_table < self.k.shape[0])
+            homeless = needed & ~there & ~(broken | full | (more <= 0))[:, None]
+        if not bool(torch.cat([broken, full, homeless.any(-1)]).any()):
+            return faults
+        for b in broken.nonzero().flatten().tolist():
+            faults.append(f"cache.seqlens[{b}]={int(length[b])} must be from 0 to {self.capacity}")
+        for b in full.nonzero().flatten().tolist():
+            faults.append(
+                f"sequence {b} has {int(length[b])} tokens and {int(more[b])} more do not fit: "
+                f"its capacity is {self.capacity}"
+            )
+        for b in homeless.any(-1).nonzero().flatten().tolist():
+            column = int(homeless[b].nonzero()[0])
+            page = -1 if self.page_table is None else int(self.page_table[b, column])
+            faults.append(
+                f"sequence {b} is out of pages: cache.page_table[{b}, {column}]={page}, and pages "
+                f"are from 0 to {self.k.shape[0] - 1}"
+            )
         return faults
 
     def dequantize(self) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,24 @@ def test_every_fault_at_once() -> None:
     assert len(caught.value.reasons) == 5  # k_scale and v_scale are one tensor
 
 
+def test_a_right_append_excuses_no_other() -> None:
+    """What is remembered of one that was right says nothing of where another reads."""
+    memory = torch.zeros(4 * 16 * 2 * 64 + 768, dtype=torch.uint8)
+    call = arguments() | dict(v_cache=memory[768:].view(E4M3).view(4, 16, 2, 64))
+    fa.append_kv(**call)
+    inside = memory[768:][: 3 * 256].view(torch.bfloat16).view(3, 2, 64)
+    before = memory.clone()
+    with pytest.raises(fa.InvalidArguments, match="v_cache shares memory with k"):
+        fa.append_kv(**call | dict(k=inside))
+    other = memory[768 : 768 + 512].view(torch.float32).view(4, 16, 2)
+    with pytest.raises(fa.InvalidArguments, match="v_cache shares memory with k_scale_cache"):
+        fa.append_kv(**call | dict(k_scale_cache=other))
+    assert torch.equal(before, memory)
+    fa.append_kv(**call | dict(k=memory[:768].view(torch.bfloat16).view(3, 2, 64)))
+    with pytest.raises(NotImplementedError, match="k require grad"):
+        fa.append_kv(**call | dict(k=call["k"].clone().requires_grad_()))
+
+
 METHOD = [
     (dict(k=ONES[None], v=ONES[None]), "k has 1 sequences and the cache 2"),
     (dict(k=ONES, v=ONES), "packed tokens need cu_seqlens or slot_mapping"),

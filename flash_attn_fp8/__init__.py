@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from flash_attn_fp8.combine import flash_attn_combine
     from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Unsupported
     from flash_attn_fp8.explanation import explain
+    from flash_attn_fp8.kv_cache import QuantizedKVCache, append_kv
+    from flash_attn_fp8.kv_worth import KVCacheShare, KVError, kv_cache_share, kv_error
     from flash_attn_fp8.kvcache import flash_attn_with_kvcache
     from flash_attn_fp8.policy import POLICIES, Fp8Policy, policy_for
     from flash_attn_fp8.precompilation import precompile
@@ -35,16 +37,22 @@ __all__ = [
     "FlashAttnFp8Error",
     "Fp8Policy",
     "InvalidArguments",
+    "KVCacheShare",
+    "KVError",
     "Quantized",
+    "QuantizedKVCache",
     "Unsupported",
     "__version__",
     "_flash_attn_fwd",
     "accuracy_report",
+    "append_kv",
     "explain",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "kv_cache_share",
+    "kv_error",
     "policy_for",
     "precompile",
     "quantize",
@@ -58,15 +66,21 @@ _HOME = {
     "FlashAttnFp8Error": "errors",
     "Fp8Policy": "policy",
     "InvalidArguments": "errors",
+    "KVCacheShare": "kv_worth",
+    "KVError": "kv_worth",
     "Quantized": "quantization",
+    "QuantizedKVCache": "kv_cache",
     "Unsupported": "errors",
     "_flash_attn_fwd": "api",
     "accuracy_report": "accuracy",
+    "append_kv": "kv_cache",
     "explain": "explanation",
     "flash_attn_combine": "combine",
     "flash_attn_func": "api",
     "flash_attn_varlen_func": "api",
     "flash_attn_with_kvcache": "kvcache",
+    "kv_cache_share": "kv_worth",
+    "kv_error": "kv_worth",
     "policy_for": "policy",
     "precompile": "precompilation",
     "quantize": "quantization",

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+_FP32 = torch.finfo(torch.float32)
+ZERO_DESCALE = 2.0**-60  # of zeros: below any other that matters, its inverse far from fp32's ends
+
 
 @dataclass(frozen=True)
 class Format:
@@ -45,6 +48,11 @@ class Format:
     def unit_roundoff(self) -> float:
         """Largest relative error of rounding a normal value to nearest."""
         return 2.0 ** -(self.mantissa_bits + 1)
+
+    @property
+    def descale_limits(self) -> tuple[float, float]:
+        """The least and the greatest descale: a normal number; the largest code times it is one."""
+        return _FP32.tiny, _FP32.max / self.max * (1 - _FP32.eps)
 
     @property
     def is_8bit(self) -> bool:

@@ -25,12 +25,19 @@ from torch import Tensor
 
 from flash_attn_fp8.call import describe
 from flash_attn_fp8.errors import InvalidArguments
-from flash_attn_fp8.formats import INT8, QUANTIZED, Format, dtype_name, format_of, saturating_cast
+from flash_attn_fp8.formats import (
+    INT8,
+    QUANTIZED,
+    ZERO_DESCALE,
+    Format,
+    dtype_name,
+    format_of,
+    saturating_cast,
+)
 from flash_attn_fp8.packed import rows_in_use, sequence_of_rows, spread
 
 Per = Literal["token_head", "batch_head", "head", "tensor"]
 _FP32 = torch.finfo(torch.float32)
-ZERO_DESCALE = 2.0**-60  # below any other that matters, and its inverse far from fp32's ends
 
 
 class Quantized(NamedTuple):
@@ -114,8 +121,8 @@ def quantize(
         x = _without_strays(x, cu_seqlens)
     amax = _amax(x, per, nheads_kv, cu_seqlens)
     # By a tensor: torch divides by a Python number with its reciprocal on CUDA, other bits.
-    largest = _FP32.max / fmt.max * (1 - _FP32.eps)
-    descale = (amax / torch.full_like(amax, fmt.max)).clamp(min=_FP32.tiny, max=largest)
+    least, largest = fmt.descale_limits
+    descale = (amax / torch.full_like(amax, fmt.max)).clamp(min=least, max=largest)
     descale = torch.where(amax == 0, ZERO_DESCALE, descale)
     scaled = x / spread(descale, x, cu_seqlens)
     if fmt is INT8:

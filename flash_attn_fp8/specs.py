@@ -7,6 +7,7 @@ the same code, whatever their sizes. Standard library only, so that planning loa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from flash_attn_fp8.problem import Traits
 
@@ -120,3 +121,24 @@ def _combine(traits: Traits, overlaps: bool) -> CombineSpec:
         output_scale=traits.output_scale,
         overlaps=overlaps,
     )
+
+
+@dataclass(frozen=True)
+class AppendSpec:
+    """The kernel that quantises new keys and values into a cache.
+
+    `source` and `codes` are formats. `per`: a scale a (token, KV head), which the kernel finds and
+    writes, or static ones, per head or tensor, which it reads. `source_bytes` and `code_bytes`:
+    the alignment of every row, up to 16. `wide_slots`: slots are int64. `converts`: the
+    architecture has instructions that round to fp8 (sm_89 on); else integers do.
+    """
+
+    source: str
+    codes: str
+    head_dim: int
+    head_dim_v: int
+    per: Literal["token_head", "head", "tensor"]
+    source_bytes: int = 16
+    code_bytes: int = 16
+    wide_slots: bool = False
+    converts: bool = True

@@ -9,16 +9,18 @@ import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 
 from flash_attn_fp8.compiler.signatures import (
+    append_signature,
     cache_signature,
     combine_signature,
     forward_signature,
 )
+from flash_attn_fp8.kernels.append import Append
 from flash_attn_fp8.kernels.cached.forward import CacheForward
 from flash_attn_fp8.kernels.combine import Combine
 from flash_attn_fp8.kernels.sm100.forward import Sm100Forward
-from flash_attn_fp8.specs import CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import AppendSpec, CacheSpec, CombineSpec, Sm100Spec
 
-Spec = Sm100Spec | CacheSpec | CombineSpec
+Spec = Sm100Spec | CacheSpec | CombineSpec | AppendSpec
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -32,6 +34,8 @@ def compile_kernel(spec: Spec, options: str = "", **how: Any) -> Any:
         kernel, arguments = Sm100Forward(spec), forward_signature(spec)
     elif isinstance(spec, CacheSpec):
         kernel, arguments = CacheForward(spec), cache_signature(spec)
+    elif isinstance(spec, AppendSpec):
+        kernel, arguments = Append(spec), (append_signature(spec),)
     else:
         kernel, arguments = Combine(spec), (combine_signature(spec),)
     with warnings.catch_warnings():

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64, Uint8
 
+from flash_attn_fp8.kernels.append_operands import AppendTensors
 from flash_attn_fp8.kernels.cached import operands as cached
 from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
 from flash_attn_fp8.problem import Descale
-from flash_attn_fp8.specs import ALIGNMENT, CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import ALIGNMENT, AppendSpec, CacheSpec, CombineSpec, Sm100Spec
 
 
 def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
@@ -84,13 +85,31 @@ def combine_signature(spec: CombineSpec) -> CombineTensors:
     )
 
 
+def append_signature(spec: AppendSpec) -> AppendTensors:
+    """The arguments of `Append(spec)`, without the stream."""
+    source, codes = (DTYPES[spec.source], spec.source_bytes), (Uint8, spec.code_bytes)
+    scale_rank = 3 if spec.per == "token_head" else 1
+    return AppendTensors(
+        k=_aligned_rows(*source, 4, spec.head_dim),
+        v=_aligned_rows(*source, 4, spec.head_dim_v),
+        k_cache=_aligned_rows(*codes, 4, spec.head_dim),
+        v_cache=_aligned_rows(*codes, 4, spec.head_dim_v),
+        slots=_small(Int64 if spec.wide_slots else Int32, 1),
+        k_scale=_small(Float32, scale_rank),
+        v_scale=_small(Float32, scale_rank),
+    )
+
+
 def _rows(fmt: str, rank: int, width: int) -> Any:
     """A tensor of rows of `width` elements, each row aligned."""
-    dtype = DTYPES[fmt]
-    divisibility = ALIGNMENT * 8 // dtype.width
+    return _aligned_rows(DTYPES[fmt], ALIGNMENT, rank, width)
+
+
+def _aligned_rows(dtype: Any, alignment: int, rank: int, width: int) -> Any:
+    divisibility = alignment * 8 // dtype.width
     shape = (*(cute.sym_int32() for _ in range(rank - 1)), width)
     stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)), 1)
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=ALIGNMENT)
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=alignment)
 
 
 def _small(dtype: Any, rank: int) -> Any:

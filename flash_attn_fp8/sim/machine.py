@@ -52,6 +52,8 @@ class Target:
 
 TARGETS = {
     "sm_80": Target("sm_80", 163 * 1024, 1),
+    "sm_86": Target("sm_86", 99 * 1024, 1),
+    "sm_89": Target("sm_89", 99 * 1024, 1),
     "sm_90a": Target("sm_90a", 227 * 1024, 16),
     "sm_100a": Target("sm_100a", 227 * 1024, 16),
 }
@@ -73,7 +75,7 @@ class Machine:
     """Executes programs for one target.
 
     Args:
-        target: "sm_80", "sm_90a" or "sm_100a".
+        target: a name in `TARGETS`: "sm_80", "sm_90a", "sm_100a", ...
         checks: what is looked for beside bounds, alignment, barrier misuse and deadlock.
         schedule: makes the schedule of each cluster; round robin by default.
         instruction_limit: executed instructions of one warp before the run is cut off.

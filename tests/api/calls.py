@@ -71,13 +71,23 @@ def raw() -> Arguments:
     return {"x": x + 0.5}
 
 
+def keys_and_values() -> Arguments:
+    return {"k": raw()["x"], "v": raw()["x"] + 1}
+
+
+def model() -> Arguments:
+    """A model and a step of `kv_cache_share`."""
+    sizes = {"batch": 2, "tokens": 100, "layers": 3, "kv_heads": 2}
+    return sizes | {"head_dim": 64, "other_bytes": 10**6}
+
+
 def packed_raw() -> Arguments:
     return {"x": raw()["x"].flatten(0, 1), "per": "batch_head", "cu_seqlens": ints(0, 4, 12)}
 
 
 _ALL = (
     dense, packed, paged_pool, cache, partials, packed_partials, unquantized, packed_unquantized,
-    raw, packed_raw,
+    raw, packed_raw, keys_and_values, model,
 )  # fmt: skip
 BASES: dict[str, Callable[[], Arguments]] = {f.__name__: f for f in _ALL}
 

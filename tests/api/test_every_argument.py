@@ -181,6 +181,26 @@ _QUANTIZE = {
     "cu_seqlens": result(ints(0, 6, 12), "packed_raw"),
 }
 
+_KV_ERROR = {
+    "k": result(torch.ones(2, 6, 3, 8).cumsum(1), "keys_and_values"),
+    "v": result(torch.ones(2, 6, 3, 8).cumsum(1), "keys_and_values"),
+    "dtype": result(torch.float8_e5m2, "keys_and_values"),
+    "per": result("tensor", "keys_and_values"),
+}
+
+_KV_CACHE_SHARE = {
+    "batch": result(3, "model"),
+    "tokens": result(101, "model"),
+    "layers": result(4, "model"),
+    "kv_heads": result(8, "model"),
+    "head_dim": result(128, "model"),
+    "other_bytes": result(0, "model"),
+    "head_dim_v": result(128, "model"),
+    "dtype": refused(torch.float16, "model"),
+    "from_dtype": result(torch.float32, "model"),
+    "per": result("tensor", "model"),
+}
+
 _POLICY_FOR = {
     "dtype": Alone("result", "e5m2", "policy_for"),
     "name": Alone("result", "balanced", "policy_for"),
@@ -210,13 +230,15 @@ ENTRIES: dict[str, dict[str, Alone]] = {
     "_flash_attn_fwd": _PRIVATE,
     "flash_attn_with_kvcache": _CACHE,
     "flash_attn_combine": _COMBINE,
+    "kv_cache_share": _KV_CACHE_SHARE,
+    "kv_error": _KV_ERROR,
     "quantize": _QUANTIZE,
     "policy_for": _POLICY_FOR,
     "accuracy_report": _REPORT,
 }
 # Their arguments are another function's, and a few more: test_explain.py, tests/compiler,
-# tests/sm100.
-ELSEWHERE = {"explain", "precompile", "simulate"}
+# tests/sm100. What append_kv does is seen in its tensors: tests/kv_cache.
+ELSEWHERE = {"append_kv", "explain", "precompile", "simulate"}
 
 
 EXPORTED = {name: getattr(fa, name) for name in fa.__all__}

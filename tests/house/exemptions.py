@@ -19,6 +19,8 @@ LONG_FUNCTIONS = {
 WIDE_MODULES = {
     "flash_attn_fp8/api.py": PUBLIC,
     "flash_attn_fp8/kvcache.py": PUBLIC,
+    "flash_attn_fp8/kv_cache.py": "a cache's sizes and layout, an append's tensors: all keywords",
+    "flash_attn_fp8/kv_worth.py": "the numbers of a model and a step, all keywords",
     "flash_attn_fp8/cli_sim.py": "one parameter for each option of a command",
     "flash_attn_fp8/sim/isa/table.py": "a registration's keywords, all with defaults",
     "flash_attn_fp8/sim/numerics.py": "a format's fields, where compiled code takes no records",

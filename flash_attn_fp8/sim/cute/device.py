@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 # Compute capability, and the shared memory a block may have (CUDA programming guide, table of
 # technical specifications: 227 KB for both).
-_ARCHS = {"sm_90a": ((9, 0), 227 * 1024), "sm_100a": ((10, 0), 227 * 1024)}
+_ARCHS = {
+    "sm_80": ((8, 0), 163 * 1024),
+    "sm_86": ((8, 6), 99 * 1024),
+    "sm_89": ((8, 9), 99 * 1024),
+    "sm_90a": ((9, 0), 227 * 1024),
+    "sm_100a": ((10, 0), 227 * 1024),
+}
 
 
 # Two launches of one kernel share the program, and so what the machine has decoded of it.

@@ -17,7 +17,7 @@ from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
-from flash_attn_fp8.specs import TILE, CacheSpec, CacheTile, Sm100Spec
+from flash_attn_fp8.specs import TILE, CacheSpec, CacheTile, CombineSpec, Sm100Spec
 from flash_attn_fp8.support import EXECUTORS, reasons_against, uses_cache_kernel
 from flash_attn_fp8.target import (
     SHARED_MEMORY,
@@ -120,6 +120,13 @@ class Plan:
     pack_gqa: bool
     disable_scheduler_metadata: bool
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def kernels(self) -> tuple[Sm100Spec | CacheSpec | CombineSpec, ...]:
+        """The compiled kernels that it launches, in their order."""
+        if not isinstance(self.spec, Sm100Spec | CacheSpec):
+            return ()
+        return (self.spec, self.spec.combine) if self.spec.split else (self.spec,)
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.explanation import Explanation, explain
 from flash_attn_fp8.plan import plan_for
-from flash_attn_fp8.specs import Sm100Spec
 
 
 def precompile(
@@ -21,7 +20,7 @@ def precompile(
     Args:
         fn: as for `explain`.
         *args, **kwargs: the call's arguments. Meta tensors are welcome: no data is read.
-        target: compile for "sm_100a" or "sm_100a:SMS" instead of the tensors' device.
+        target: compile for "sm_100a", "sm_90a:SMS" or another instead of the tensors' device.
 
     Returns:
         What `explain` says of the call.
@@ -39,11 +38,9 @@ def precompile(
     explained = explain(fn, *args, target=target, **kwargs)
     # What a call would raise, where there is no plan.
     plan = explained.plan or plan_for(problem_of(explained.call), explained.target)
-    if isinstance(plan.spec, Sm100Spec):
+    if plan.kernels:
         from flash_attn_fp8.compiler import cache
 
-        linkage = cache.linkage_of(plan.impl)
-        cache.keep(plan.spec, plan.target.arch, linkage)
-        if plan.spec.split:
-            cache.keep(plan.spec.combine, plan.target.arch, linkage)
+        for spec in plan.kernels:
+            cache.keep(spec, plan.target.arch, cache.linkage_of(plan.impl))
     return explained

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flash_attn_fp8.errors import InvalidArguments
-from flash_attn_fp8.target import SHARED_MEMORY, SIMULATED, Target, target_named
+from flash_attn_fp8.target import SIMULATED, SIMULATED_ARCHS, Target, target_named
 
 if TYPE_CHECKING:
     from flash_attn_fp8.sim import Checks, Run, Trace
@@ -186,9 +186,9 @@ def _device(target: str) -> tuple[Target, list[str]]:
         found = target_named(target)
     except (InvalidArguments, TypeError):
         return SIMULATED, [f"target={target!r} is no device; write sm_100a or sm_100a:SMS"]
-    if found.arch not in SHARED_MEMORY:
-        known = ", ".join(SHARED_MEMORY)
-        return found, [f"target={target!r}: there are kernels for {known} only"]
+    if found.arch not in SIMULATED_ARCHS:
+        known = ", ".join(SIMULATED_ARCHS)
+        return found, [f"target={target!r}: the simulator knows {known}"]
     if found.sm_count < 1:
         return found, [f"target={target!r} has no multiprocessor; write {found.arch}:1 or more"]
     return found, []

@@ -29,6 +29,7 @@ from flash_attn_fp8.target import target_named
 COLUMNS = (
     ("cute", "sm_100a"),
     ("cute", "sm_90a"),
+    ("cute", "sm_80"),
     ("sim", "sm_100a"),
     ("tiled", "cpu"),
     ("reference", "cpu"),

@@ -49,6 +49,8 @@ def has_fp8(arch: str) -> bool:
 
 CPU = Target("cpu")
 
+# Architectures that the simulator knows.
+SIMULATED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a")
 # What impl="sim" simulates: few multiprocessors, so that a CTA works on several tiles in turn.
 SIMULATED = Target("sm_100a", 4)
 

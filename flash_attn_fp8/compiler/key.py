@@ -22,7 +22,9 @@ Linkage = Literal["gpu", "simulator"]
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What the code of a kernel is made from: the kernels, how they are compiled, the records in a spec.
 _SOURCES = ("kernels", "compiler", "specs.py", "problem.py", "policy.py", "formats.py")
-_SOURCES_OF_SIMULATION = (*_SOURCES, "sim/cute")
+# Not a kernel's, by the name of its spec: other kernels, and what only finds or names kernels.
+_OTHERS = {"Sm100Spec": ("kernels/cached",), "CacheSpec": ("kernels/sm100",)}
+_NOT_IN_CODE = tuple(f"compiler/{n}.py" for n in ("bundle", "cache", "cache_presets", "presets"))
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def key_of(spec: object, arch: str, linkage: Linkage = "gpu") -> Key:
         spec=repr(spec),
         arch=arch,
         linkage=linkage,
-        sources=fingerprint(linkage),
+        sources=fingerprint(linkage, type(spec).__name__),
         dsl=installed("nvidia-cutlass-dsl"),
         runtime=runtime_wheel(),
         tvm_ffi=installed("apache-tvm-ffi"),
@@ -67,23 +69,30 @@ def key_of(spec: object, arch: str, linkage: Linkage = "gpu") -> Key:
 
 
 @cache
-def fingerprint(linkage: Linkage = "gpu") -> str:
-    """A digest of the sources that decide a kernel's code; they are read once a process."""
-    return digest_of(_PACKAGE, _SOURCES if linkage == "gpu" else _SOURCES_OF_SIMULATION)
+def fingerprint(linkage: Linkage = "gpu", spec: str = "") -> str:
+    """A digest of the sources that decide a kernel's code; they are read once a process.
+
+    `spec`: the name of its spec's class, whose kernel alone is meant.
+    """
+    names = _SOURCES if linkage == "gpu" else (*_SOURCES, "sim/cute")
+    return digest_of(_PACKAGE, names, (*_OTHERS.get(spec, ()), *_NOT_IN_CODE) if spec else ())
 
 
-def digest_of(root: Path, names: Iterable[str]) -> str:
+def digest_of(root: Path, names: Iterable[str], without: Iterable[str] = ()) -> str:
     """A digest of Python files and of folders of them: their paths from `root`, their bytes."""
-    files = []
-    for name in names:
-        path = root / name
-        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    files = [file for name in names for file in _files(root / name)]
+    left_out = {file for name in without for file in _files(root / name)}
+    files = [file for file in files if file not in left_out]
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes()
         digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 @cache

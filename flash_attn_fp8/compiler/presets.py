@@ -18,13 +18,16 @@ from torch import Tensor
 
 from flash_attn_fp8.call import Call, Operands, Options
 from flash_attn_fp8.checks import problem_of
+from flash_attn_fp8.compiler.cache_presets import CACHE_PRESETS, CachePreset
 from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import plan_for
-from flash_attn_fp8.specs import CombineSpec, Sm100Spec
-from flash_attn_fp8.target import target_named
+from flash_attn_fp8.specs import AppendSpec, CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.target import SHARED_MEMORY, target_named
 
-ARCHS = ("sm_100a",)
+_FP8_ARCHS = ("sm_100a",)  # of kernels for fp8 queries
+ARCHS = tuple(SHARED_MEMORY)
+Spec = Sm100Spec | CacheSpec | CombineSpec | AppendSpec
 Layout = Literal["dense", "packed", "paged"]
 # Queries of dense calls: as few and as many as decide on pairs of CTAs, whatever the group.
 _SEQLENS_Q = (1, 1024)
@@ -50,8 +53,12 @@ class Preset:
     scales: bool = True
     lse: tuple[bool, ...] = (False, True)
 
+    def calls(self) -> Iterator[Call]:
+        """The calls."""
+        return _calls(self)
 
-PRESETS = {
+
+PRESETS: dict[str, Preset | CachePreset] = {
     "smoke": Preset(
         "one small kernel, to see that it works", ("dense",), (1,), (64, 64), lse=(False,)
     ),
@@ -75,10 +82,11 @@ PRESETS = {
         (1,),
         causal=(False,),
     ),
+    **CACHE_PRESETS,
 }
 
 
-def preset_named(name: str) -> Preset:
+def preset_named(name: str) -> Preset | CachePreset:
     """A preset.
 
     Raises:
@@ -89,21 +97,21 @@ def preset_named(name: str) -> Preset:
     return PRESETS[name]
 
 
-def specs_of(preset: Preset, arch: str) -> tuple[Sm100Spec | CombineSpec, ...]:
+def specs_of(preset: Preset | CachePreset, arch: str) -> tuple[Spec, ...]:
     """The kernels of a preset on an architecture, each once.
 
     Raises:
         InvalidArguments: there are no kernels for the architecture.
     """
-    if arch not in ARCHS:
-        raise InvalidArguments(f"arch={arch!r}: kernels are compiled for {', '.join(ARCHS)}")
-    found: dict[Sm100Spec | CombineSpec, None] = {}
-    for call in _calls(preset):
+    archs = ARCHS if isinstance(preset, CachePreset) else _FP8_ARCHS
+    if arch not in archs:
+        raise InvalidArguments(f"arch={arch!r}: this preset is compiled for {', '.join(archs)}")
+    found: dict[Spec, None] = {}
+    for call in preset.calls():
         plan = plan_for(problem_of(call), target_named(arch))
-        if isinstance(plan.spec, Sm100Spec):
-            found[plan.spec] = None
-            if plan.spec.split:
-                found[plan.spec.combine] = None
+        found.update(dict.fromkeys(plan.kernels))
+    if isinstance(preset, CachePreset):
+        found.update(dict.fromkeys(preset.appends(arch)))
     return tuple(found)
 
 

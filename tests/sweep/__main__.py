@@ -21,14 +21,14 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import flash_attn_fp8
+from flash_attn_fp8 import compiled
+from flash_attn_fp8.compiler.key import fingerprint
 from flash_attn_fp8.results import FOLDER, Results, Row, Scalar, write
 from flash_attn_fp8.sim.errors import SimulationError
 from tests.conftest import EXECUTORS, KERNELS
 from tests.sweep import check, grid
 
 STATE = Path("build/sweep")
-KERNEL_SOURCES = Path(flash_attn_fp8.__file__).parent
 State = dict[str, dict[str, object]]
 
 
@@ -80,9 +80,9 @@ def _sources_of(impl: str) -> str | None:
     """What identifies the sources of a kernel; None where no kernel runs."""
     if impl not in KERNELS:
         return None
-    files = [KERNEL_SOURCES / "compiled.py", *sorted(KERNEL_SOURCES.glob("kernels/**/*.py"))]
-    content = (file.read_bytes() for file in files)
-    return hashlib.sha256(b"".join(content)).hexdigest()[:16]
+    launches = Path(compiled.__file__).read_bytes()
+    kernel = fingerprint("simulator", "Sm100Spec")
+    return hashlib.sha256(launches + kernel.encode()).hexdigest()[:16]
 
 
 def _run(

@@ -40,14 +40,16 @@ def main(
     cases: Annotated[str, typer.Option(help=f"which: {', '.join(grid.GRIDS)}")] = "full",
     fresh: Annotated[bool, typer.Option(help="forget what an earlier run finished")] = False,
     shard: Annotated[
-        str, typer.Option(help="I/N: every N-th case from I, for N processes")
+        str, typer.Option(help="I/N: the cases of every N-th kernel from I, for N processes")
     ] = "0/1",
     limit_s: Annotated[float, typer.Option(help="stop after this many seconds")] = float("inf"),
     out: Annotated[Path, typer.Option(help="folder of the result file")] = FOLDER,
 ) -> None:
     """Run the fp8 sweep on one executor."""
     first, step = map(int, shard.split("/"))
-    wanted = grid.GRIDS[cases]()[first::step]
+    everything = grid.GRIDS[cases]()
+    numbers = {spec: n for n, spec in enumerate(dict.fromkeys(case.spec for case in everything))}
+    wanted = [case for case in everything if numbers[case.spec] % step == first]
     state = STATE / f"{impl}-{device}.jsonl"
     if fresh:
         state.unlink(missing_ok=True)

@@ -66,7 +66,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     fp8_policy: Fp8Policy | str | None = None
     impl: str | None = None
-    selection_unit: str = "tokens"
+    select_pages: bool = False
 
 
 class Call(NamedTuple):

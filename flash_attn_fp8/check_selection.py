@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 
 from flash_attn_fp8.call import Operands, Options, describe, literal
@@ -35,16 +33,21 @@ def check_selection(o: Operands, kv_layout: str, refusal: Refusal) -> None:
         )
 
 
-def check_selection_unit(options: Options, has_pages: bool, refusal: Refusal) -> None:
-    """Append the faults of `selection_unit`."""
-    units = get_args(Selection)
-    if options.selection_unit not in units:
-        refusal.invalid.append(
-            f"selection_unit={literal(options.selection_unit)} is not one of "
-            f"{', '.join(map(repr, units))}"
-        )
-    elif options.selection_unit == "pages" and not has_pages:
-        refusal.invalid.append("selection_unit='pages' needs a page_table, whose columns they are")
+def check_select_pages(o: Operands, options: Options, refusal: Refusal) -> None:
+    """Append the faults of `select_pages`."""
+    if not isinstance(options.select_pages, bool):
+        refusal.invalid.append(f"select_pages={literal(options.select_pages)} must be a bool")
+    elif options.select_pages and o.selection is None:
+        refusal.invalid.append("select_pages says what selection holds, which is missing")
+    elif options.select_pages and o.page_table is None:
+        refusal.invalid.append("select_pages needs a page_table, whose columns are selected")
+
+
+def unit_of_selection(o: Operands, options: Options) -> Selection | None:
+    """What the entries of a selection are; None without one."""
+    if o.selection is None:
+        return None
+    return "pages" if options.select_pages is True else "tokens"
 
 
 def selected_keys(o: Operands, options: Options) -> int | None:
@@ -52,4 +55,4 @@ def selected_keys(o: Operands, options: Options) -> int | None:
     if o.selection is None or o.selection.ndim != 3:
         return None
     entries = o.selection.shape[2]
-    return entries * o.k.shape[1] if options.selection_unit == "pages" else entries
+    return entries * o.k.shape[1] if options.select_pages is True else entries

@@ -30,9 +30,10 @@ from flash_attn_fp8.check_options import (
 )
 from flash_attn_fp8.check_scales import output_descale, scale_granularities
 from flash_attn_fp8.check_selection import (
+    check_select_pages,
     check_selection,
-    check_selection_unit,
     selected_keys,
+    unit_of_selection,
 )
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments, Refusal
 from flash_attn_fp8.formats import (
@@ -88,7 +89,7 @@ def examine(call: Call) -> tuple[Problem | None, Refusal]:
     tensors = {refusal.name(n): t for n, t in operands.items() if isinstance(t, Tensor)}
     check_autograd(tensors, refusal)
     _check_devices(tensors, refusal)
-    check_selection_unit(call.options, call.operands.page_table is not None, refusal)
+    check_select_pages(call.operands, call.options, refusal)
     layout = _layout(call.operands, refusal)
     formats = _formats(call.operands, refusal)
     if formats is None:
@@ -544,6 +545,6 @@ def _traits(
         output_scale=o.output_scale is not None,
         lse=call.options.return_lse is True or o.lse is not None,
         policy=policy,
-        selection=None if o.selection is None else call.options.selection_unit,  # type: ignore[arg-type]
+        selection=unit_of_selection(o, call.options),
         selection_lens=o.selection_lens is not None,
     )

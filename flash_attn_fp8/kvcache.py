@@ -64,7 +64,7 @@ def flash_attn_with_kvcache(
     deterministic: bool = False,
     selection: Tensor | None = None,
     selection_lens: Tensor | None = None,
-    selection_unit: str = "tokens",
+    select_pages: bool = False,
     impl: str | None = None,
 ) -> Call:
     """Attention of new queries over a cache, forward only, with FA3's keywords and results.
@@ -80,11 +80,11 @@ def flash_attn_with_kvcache(
         window_size: as `flash_attn_func`; FA3's (-1, -1) is unbounded.
         num_splits: 0, the default, lets the plan choose.
         selection: (batch, nheads_kv, entries) int32: which keys of its sequence each KV head
-            reads, as positions in the sequence or (selection_unit="pages") columns of page_table.
+            reads, as positions in the sequence, or (select_pages) as columns of page_table.
             Entries that are negative, or past the sequence's end, are skipped; a key that is
             named twice counts twice. Masks go by the keys' positions.
         selection_lens: (batch, nheads_kv) int32: entries that count; None: all.
-        selection_unit: "tokens" or "pages".
+        select_pages: the entries of selection are pages, each of which stands for all its keys.
 
     Other arguments are FA3's (appending k and v, rotary embedding, left padding, chunks); they are
     refused unless they have their neutral value.
@@ -156,7 +156,7 @@ def flash_attn_with_kvcache(
             out_dtype=out_dtype,
             fp8_policy=fp8_policy,
             impl=impl,
-            selection_unit=selection_unit,
+            select_pages=select_pages,
         ),
         why,
         names,

@@ -142,7 +142,7 @@ _OPTIONS = (
     "SymInt? seqlen_k_per_split, bool? pack_gqa, bool deterministic, "
     "bool disable_scheduler_metadata, bool return_lse, ScalarType? out_dtype, str? fp8_policy, "
     # caller: the public function and its names, see `_caller_of`
-    "str? impl, str selection_unit, str caller"
+    "str? impl, bool select_pages, str caller"
 )
 _INPUTS = Operands._fields.index("out")  # tensors that are only read
 

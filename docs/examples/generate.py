@@ -1,9 +1,11 @@
-"""Generate with a small transformer over caches of several formats: python docs/examples/generate.py
+"""Generate with a small transformer over caches of several formats.
+
+Run it: python docs/examples/generate.py
 
 The model is random, so its text means nothing; what can be compared is how far the logits of each
 cache are from those of a bf16 one, when all are fed the tokens that the bf16 one chose. Prefill in
-chunks ("extend"), then one token at a time ("decode"), through the same three lines: append, attend,
-next layer. On a GPU the kernels run, elsewhere their emulation.
+chunks ("extend"), then one token at a time ("decode"), through the same lines: append, attend. On a
+GPU the kernels run, elsewhere their emulation.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ def main() -> dict[str, float]:
         _, logits = run(model, quantized(dtype), prompt.to(DEVICE), tokens)
         errors[name] = float((logits - wanted).norm() / wanted.norm())
         agree = float((logits.argmax(-1) == tokens).float().mean())
-        print(f"{name}: logits differ by {errors[name]:.4f}, {agree:.0%} of the tokens are the same")
+        print(
+            f"{name}: logits differ by {errors[name]:.4f}, {agree:.0%} of the tokens are the same"
+        )
     return errors
 
 

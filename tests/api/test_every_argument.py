@@ -136,6 +136,7 @@ _PRIVATE = {
     "_arch": refused(100, "packed"),
 }
 
+_CHOSEN = torch.tensor([0, 2, 3], dtype=torch.int32).expand(2, 2, 3).contiguous()
 _CACHE = {
     **_shared("cache"),
     "k_cache": result(_like("cache", "k_cache"), "cache"),
@@ -159,6 +160,9 @@ _CACHE = {
     "return_softmax_lse": result(True, "cache"),
     "out": written(_OUT, "cache"),
     "deterministic": plan(True, "cache"),
+    "selection": result(_CHOSEN, "cache"),
+    "selection_lens": result(ints(1, 2, 3, 1).view(2, 2), "cache", selection=_CHOSEN),
+    "select_pages": result(True, "cache", selection=_CHOSEN, page_table=ints(1, 0)[:, None]),
 }
 
 _COMBINE = {

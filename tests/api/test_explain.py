@@ -156,12 +156,12 @@ def test_the_policy(given: object, policy: fa.Fp8Policy) -> None:
     assert str(policy) in str(explanation)
 
 
-def test_without_a_policy_p_over_an_8_bit_cache_is_bf16() -> None:
-    arguments = dense() | {"q": _meta(2, 6, 4, 16, dtype=torch.float16)}
+def test_without_a_policy_p_over_an_8_bit_cache_is_fp16() -> None:
+    arguments = dense() | {"q": _meta(2, 6, 4, 16, dtype=torch.bfloat16)}
     arguments = {n: x.to("meta") for n, x in arguments.items()}
     explanation = fa.explain(fa.flash_attn_func, **arguments)
     assert explanation.problem is not None
-    assert explanation.problem.traits.policy == fa.policy_for("bf16")
+    assert explanation.problem.traits.policy == fa.policy_for("fp16")
 
 
 # ------------------------------------------------------------------------------- targets, executors

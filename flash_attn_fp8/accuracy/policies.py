@@ -275,7 +275,7 @@ def _v_kinds(generator: torch.Generator) -> dict[str, Tensor]:
 class _Altered(Traits):
     """Traits of a kernel that the package would not build: both choices about V's scale are free.
 
-    As in 16 bits, P is multiplied by V's scale before rounding unless `in_exponent`.
+    P is multiplied by V's scale before rounding unless `in_exponent`.
     """
 
     in_exponent: bool = True

@@ -176,7 +176,8 @@ class _OnlineSoftmax:
         v_scale = None
         if self._per_token("v") and self.block.v_scale is not None:
             v_scale = self.block.v_scale[:, :, None, None, lo:hi]
-            x = x + torch.log2(v_scale)
+            if self.problem.traits.v_scale_in_exponent:
+                x = x + torch.log2(v_scale)
         visible = self._visible(lo, hi)
         x = x.masked_fill(~visible, _NEG_INF)
         rescale = self._update_max(x)
@@ -233,7 +234,9 @@ class _OnlineSoftmax:
 
     def _sum_weight(self, v_scale: Tensor | None) -> Tensor | float:
         """w of the exact sum: undoes a V scale that sits in the exponent."""
-        return 1.0 if v_scale is None else 1.0 / v_scale
+        if v_scale is None or not self.problem.traits.v_scale_in_exponent:
+            return 1.0
+        return 1.0 / v_scale
 
     def _round(self, x: Tensor, p: Tensor, v_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """P as the tensor core reads it, and the w that makes its sum comparable to l."""
@@ -242,6 +245,9 @@ class _OnlineSoftmax:
             log2_p = x - self._finite_max() + self.policy.max_offset
             curved = self.policy.exp2 == "code_quadratic"
             return code_from_log2(log2_p, fmt, curved).float(), self._sum_weight(v_scale)
+        if v_scale is not None and not self.problem.traits.v_scale_in_exponent:
+            # No kernel does: `accuracy.policies` shows why.
+            return saturating_cast(p * v_scale, fmt).float(), 1.0 / v_scale
         return saturating_cast(p, fmt).float(), self._sum_weight(v_scale)
 
     def finish(self) -> tuple[Tensor, Tensor]:

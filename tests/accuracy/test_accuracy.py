@@ -200,7 +200,7 @@ def test_report_of_an_int8_cache_keeps_q() -> None:
     q, k, v = (x.bfloat16() for x in tensors())
     report = fa.accuracy_report(q, k, v, dtype=torch.int8, per="token_head")
     assert report.sources["q"] == 0
-    assert report.policy == fa.policy_for("bf16")
+    assert report.policy == fa.policy_for("fp16")
     assert report.recipe == "16-bit q over int8 per token_head"
 
 

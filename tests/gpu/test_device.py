@@ -150,7 +150,7 @@ def test_fallback_is_said_once() -> None:
     from flash_attn_fp8.run import _warn_of_fallback
 
     _warn_of_fallback.cache_clear()
-    with pytest.warns(UserWarning, match="no compiled kernel for sm_"):
+    with pytest.warns(UserWarning, match="no compiled kernel for"):
         fa.flash_attn_func(x.q, x.k, x.v, **x.scales)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -125,8 +125,8 @@ def _refusals() -> Iterator[tuple[dict[str, Any], str]]:
     )
     yield {"impl": "tiled"}, "impl='tiled': simulate runs impl='sim'; leave impl out"
     yield (
-        {"target": "sm_90a"},
-        "target='sm_90a': there are kernels for sm_100a only",
+        {"target": "sm_75"},
+        "target='sm_75': the simulator knows sm_80, sm_86, sm_89, sm_90a, sm_100a",
     )
     yield {"target": 4}, "target=4 is no device; write sm_100a or sm_100a:SMS"
     yield (

@@ -121,9 +121,18 @@ class CacheForward:
             fragment, of_rows = load_queries(ctx, m)
             for half in cutlass.range_constexpr(2):
                 factors[half, m] = of_rows[half] * common
-            for step in cutlass.range_constexpr(g.k_steps):
-                cute.autovec_copy(fragment[None, step], queries[None, step, m])
+            if const_expr(g.q_in_shared_memory):
+                if ctx.key_warp == 0:  # the groups have the same rows
+                    self._keep(fragment, queries, m)
+            else:
+                self._keep(fragment, queries, m)
+        if const_expr(g.q_in_shared_memory and self.spec.tile.key_warps > 1):
+            cute.arch.sync_threads()
         return queries, factors
+
+    def _keep(self, fragment, queries, m: int) -> None:
+        for step in range(self.geometry.k_steps):
+            cute.autovec_copy(fragment[None, step], queries[None, step, m])
 
     @cute.jit
     def _score_factor(self, ctx: Context):

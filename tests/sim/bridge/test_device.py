@@ -80,7 +80,7 @@ def test_is_not_reentrant():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"arch": "sm_80"}, "arch is 'sm_80'; the simulator knows sm_100a, sm_90a"),
+        ({"arch": "sm_75"}, "arch is 'sm_75'; the simulator knows sm_100a, sm_80, sm_86"),
         ({"arch": "sm_100a", "sm_count": 0}, "sm_count is 0; a device has at least 1"),
     ],
 )

@@ -21,8 +21,7 @@ from tests.cached.launch import simulated
 EVERY = 4  # of the configurations that take little, one in so many is in the default run
 CHEAP = [c for c in configurations() if c.group * c.tokens * sum(c.head_dims) <= 30_000]
 CASES = [
-    c if c in CHEAP[::EVERY] else pytest.param(c, marks=pytest.mark.slow)
-    for c in configurations()
+    c if c in CHEAP[::EVERY] else pytest.param(c, marks=pytest.mark.slow) for c in configurations()
 ]
 
 

@@ -119,7 +119,10 @@ def test_codes_of_k_that_are_not_finite(fmt: str, target: str) -> None:
     """NaN and +inf make rows NaN that see their key; a score of -inf has no weight."""
     codes = all_codes(fmt, 64)
     odd = codes.view(torch.uint8)[~codes.float().isfinite()].unique()
-    assert odd.tolist() == {"e4m3": [0x7F, 0xFF], "e5m2": [*range(0x7C, 0x80), *range(0xFC, 0x100)]}[fmt]
+    assert (
+        odd.tolist()
+        == {"e4m3": [0x7F, 0xFF], "e5m2": [*range(0x7C, 0x80), *range(0xFC, 0x100)]}[fmt]
+    )
     k = torch.zeros(len(LENGTHS), max(LENGTHS), HEADS_KV, 64, dtype=torch.uint8)
     placed = {}
     for n, code in enumerate(odd.tolist()):  # one sequence and KV head each

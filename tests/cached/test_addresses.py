@@ -1,7 +1,7 @@
 """Rows of a cache lie beyond 2**31 elements, and 2**32 bytes: addresses have 64 bits.
 
-The memory is asked for and never touched but for a few pages, so it costs none; the simulated device
-is handed the tensors as they are, where `impl="sim"` would copy them.
+The memory is asked for and never touched but for a few pages, so it costs none; the simulated
+device is handed the tensors as they are, where `impl="sim"` would copy them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flash_attn_fp8.plan import plan_for
 from flash_attn_fp8.sim.errors import Finding
 from flash_attn_fp8.target import CPU, SIMULATED
 from tests.api.calls import ints, same_bits
-from tests.data import normal
+from tests.data import Inputs, normal
 
 PAGE_SIZE, HEADS_KV, D = 16, 1, 64
 PAGE = PAGE_SIZE * HEADS_KV * D
@@ -42,10 +42,16 @@ def _launch(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return out.clone(), lse.clone()
 
 
+def _two_pages() -> Inputs:
+    return normal(
+        batch=2, seqlen_q=1, seqlen_k=PAGE_SIZE, nheads=4, nheads_kv=HEADS_KV, d=D, fmt="bf16",
+        kv_fmt="e4m3", per=None,
+    )  # fmt: skip
+
+
 def _far_and_near() -> tuple[dict[str, Any], dict[str, Any]]:
-    """One cache with its pages where addresses take more than 32 bits, and with them at the start."""
-    x = normal(batch=2, seqlen_q=1, seqlen_k=PAGE_SIZE, nheads=4, nheads_kv=HEADS_KV, d=D, fmt="bf16",
-               kv_fmt="e4m3", per=None)  # fmt: skip
+    """One cache with its pages beyond what 32 bits address, and with them at the start."""
+    x = _two_pages()
     memory = torch.empty((FAR[1] + 1) * PAGE, dtype=torch.uint8)
     pool = memory.view(x.k.dtype).view(-1, PAGE_SIZE, HEADS_KV, D)
     bytes_of_pool, pages = pool.view(torch.uint8), x.k.view(torch.uint8)
@@ -83,13 +89,12 @@ def test_tokens_and_sequences_beyond_32_bits() -> None:
 
 
 @pytest.mark.xfail(
-    reason="`Rows` keeps the strides of pages and slots in 32 bits, and nothing refuses longer ones",
+    reason="`Rows` has strides of pages and slots in 32 bits, and nothing refuses longer ones",
     raises=(AssertionError, Finding),
 )
 def test_pages_that_are_further_apart_than_32_bits() -> None:
     """The distance of two pages itself takes more than 31 bits."""
-    x = normal(batch=2, seqlen_q=1, seqlen_k=PAGE_SIZE, nheads=4, nheads_kv=1, d=D, fmt="bf16",
-               kv_fmt="e4m3", per=None)  # fmt: skip
+    x = _two_pages()
     memory = torch.empty(2**31 + 2**20, dtype=torch.uint8)
     apart = memory.as_strided((2, PAGE_SIZE, 1, D), (2**31, D, D, 1))
     apart.copy_(x.k.view(torch.uint8))

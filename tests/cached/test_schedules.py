@@ -1,4 +1,4 @@
-"""No schedule finds a fault in the cache kernel, or other bits: see tests/sm100/test_schedules.py."""
+"""No schedule finds a fault in the cache kernel, or other bits (as tests/sm100/test_schedules)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.budget import (
 from tests.cached.configurations import AXES, Configuration, configurations
 from tests.cached.launch import simulated
 
-EVERY = 4  # of the configurations that take little, one in so many is in the default run
+EVERY = 5  # of the configurations that take little, one in so many is in the default run
 CHEAP = [c for c in configurations() if c.group * c.tokens * sum(c.head_dims) <= 30_000]
 CASES = [
     c if c in CHEAP[::EVERY] else pytest.param(c, marks=pytest.mark.slow) for c in configurations()

@@ -162,13 +162,20 @@ class Likeness:
     lse_error: float
 
 
-def assert_like_emulation(out: Tensor, lse: Tensor, emulated: Tensor, budget: Budget) -> Likeness:
-    """A kernel's results are those of the emulation `emulated`, to issue 4's bars."""
+def assert_like_emulation(
+    out: Tensor, lse: Tensor, emulated: Tensor, budget: Budget, *, own_tiles: bool = False
+) -> Likeness:
+    """A kernel's results are those of the emulation `emulated`, to issue 4's bars.
+
+    With `own_tiles` the kernel's tiles are others than the emulation's, so that the maxima under
+    which P is rounded lag in other places: the error's size is then left to `check_within`, whose
+    model takes the worst of the lags.
+    """
     assert torch.isfinite(out).all(), "the output holds NaN or infinity"
     apart = rel_l2(out, emulated)
     assert apart <= KERNEL_REL_L2, f"rel_l2 {apart:.3g} from the emulation > {KERNEL_REL_L2:g}"
     error, theirs = rel_l2(out, budget.out), rel_l2(emulated, budget.out)
-    assert abs(error - theirs) <= KERNEL_ERROR_SHARE * theirs, (
+    assert own_tiles or abs(error - theirs) <= KERNEL_ERROR_SHARE * theirs, (
         f"error {error:.4g}, and the emulation's is {theirs:.4g}"
     )
     empty = budget.lse.isneginf()

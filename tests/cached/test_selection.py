@@ -144,7 +144,7 @@ def test_attention_over_the_gathered_keys(choice: Choice) -> None:
     lens = None if choice.lens is None else torch.tensor(choice.lens, dtype=torch.int32)
     options = dict(choice.options)
     call = cache.call(choice.page_size) | options | {
-        "selection": selection, "selection_lens": lens, "selection_unit": choice.unit,
+        "selection": selection, "selection_lens": lens, "select_pages": choice.unit == "pages",
     }  # fmt: skip
     size = choice.page_size if choice.unit == "pages" else None
     keys = [[chosen(selection, lens, size, b, h) for h in range(HEADS_KV)] for b in range(BATCH)]
@@ -191,7 +191,7 @@ def test_all_pages_in_order_are_the_whole_cache() -> None:
     everything = torch.arange(10).expand(BATCH, HEADS_KV, 10).int().contiguous()
     call = cache.call(16) | {"impl": "sim", "causal": True, "num_splits": 1}
     expected = fa.flash_attn_with_kvcache(**call)
-    found = fa.flash_attn_with_kvcache(**call, selection=everything, selection_unit="pages")
+    found = fa.flash_attn_with_kvcache(**call, selection=everything, select_pages=True)
     assert same_bits(found, expected)
 
 
@@ -224,13 +224,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"selection": None, "selection_lens": torch.ones(BATCH, HEADS_KV, dtype=torch.int32)},
         "selection_lens says how long selection is, which is missing",
     ),
-    "unit": (
-        {"selection_unit": "blocks"},
-        "selection_unit='blocks' is not one of 'tokens', 'pages'",
+    "pages, no bool": ({"select_pages": 1}, "select_pages=1 must be a bool"),
+    "pages alone": (
+        {"selection": None, "select_pages": True},
+        "select_pages says what selection holds, which is missing",
     ),
     "pages without pages": (
-        {"selection_unit": "pages"},
-        "selection_unit='pages' needs a page_table, whose columns they are",
+        {"select_pages": True},
+        "select_pages needs a page_table, whose columns are selected",
     ),
 }  # fmt: skip
 
@@ -262,7 +263,7 @@ def test_packed_keys_cannot_be_chosen_from() -> None:
 def test_pages_far_past_the_end_do_not_come_round(entry: int) -> None:
     """Their first token's position has more than 32 bits."""
     call = Cache.of(4).call(16) | {"impl": "sim", "causal": True, "num_splits": 1}
-    call["selection_unit"] = "pages"
+    call["select_pages"] = True
     first, wild = (
         torch.tensor(entries, dtype=torch.int32).expand(BATCH, HEADS_KV, 2).contiguous()
         for entries in ([0, -1], [0, entry])

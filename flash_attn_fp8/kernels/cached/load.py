@@ -80,11 +80,13 @@ def _counted(ctx, key):
 def _chosen_token(ctx, key, chosen):
     """The token of an entry of the selection."""
     token = chosen
+    counts = (key >= ctx.work.first) & (key < ctx.work.last) & (chosen >= 0)
     if const_expr(ctx.traits.selection == "pages"):
         page_size = Int32(ctx.tensors.k.shape[1])
         token = chosen * page_size + _counted(ctx, key) % page_size
-    counts = (key >= ctx.work.first) & (key < ctx.work.last)
-    counts = counts & (chosen >= 0) & (token < ctx.work.seqlen_k)
+        # The tokens of a page far past the end have positions of more than 32 bits.
+        counts = counts & (chosen < Int32(ctx.tensors.page_table.shape[1]))
+    counts = counts & (token < ctx.work.seqlen_k)
     return select(counts, token, Int32(_NO_KEY))
 
 

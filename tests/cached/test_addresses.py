@@ -16,7 +16,6 @@ import flash_attn_fp8 as fa
 from flash_attn_fp8 import compiled, sim
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.plan import plan_for
-from flash_attn_fp8.sim.errors import Finding
 from flash_attn_fp8.target import CPU, SIMULATED
 from tests.api.calls import ints, same_bits
 from tests.data import Inputs, normal
@@ -88,10 +87,6 @@ def test_tokens_and_sequences_beyond_32_bits() -> None:
     assert same_bits(found, _launch(call | {"k_cache": x.k, "v_cache": x.k}))
 
 
-@pytest.mark.xfail(
-    reason="`Rows` has strides of pages and slots in 32 bits, and nothing refuses longer ones",
-    raises=(AssertionError, Finding),
-)
 def test_pages_that_are_further_apart_than_32_bits() -> None:
     """The distance of two pages itself takes more than 31 bits."""
     x = _two_pages()

@@ -40,12 +40,12 @@ class Work(NamedTuple):
 class Rows:
     """Rows, or scales, of one KV head: addresses by page and slot. Strides in bytes.
 
-    Strides have 32 bits, so that a product is one instruction; what is the same for all keys of
+    A slot's has 32 bits, so that a product is one instruction; what is the same for all keys of
     the work is in `start`.
     """
 
     start: Int64
-    page_stride: Int32
+    page_stride: Int64
     stride: Int32
 
     @classmethod
@@ -54,11 +54,11 @@ class Rows:
         size, strides = x.element_type.width // 8, x.stride
         first = len(strides) - axes
         offset = Int64(work.kv_head) * strides[first + 1]
-        page_stride = Int32(0)
+        page_stride = Int64(0)
         if first == 0:
             offset += Int64(work.offset_k) * strides[0]
         elif paged:
-            page_stride = Int32(strides[0] * size)
+            page_stride = Int64(strides[0]) * size
         else:
             offset += Int64(work.batch) * strides[0]
         start = x.iterator.toint() + offset * size
@@ -66,11 +66,7 @@ class Rows:
 
     def address(self, page, within):
         """Of a row."""
-        return self.start + _wide(page, self.page_stride) + _wide(within, self.stride)
-
-
-def _wide(a: Int32, b: Int32):
-    return Int64(a) * Int64(b)
+        return self.start + Int64(page) * self.page_stride + Int64(within) * Int64(self.stride)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def chunk_at(ctx, operand: Operand, row, chunk):
     if operand.lanes == 4:  # K: two rows are read at once
         return chunk ^ ((row & 1) << 2)
     low, high = (row >> 1) & 1, (row >> 2) & 1  # V: four rows, two apart
-    places = {1: (1, 2), 2: (0, 2), 4: (0, 1)}[operand.vectors]
+    places = {1: (1, 2), 2: (0, 2), 3: (1, 2), 4: (0, 1)}[operand.vectors]
     return chunk ^ ((low << places[0]) | (high << places[1]))
 
 

@@ -18,16 +18,18 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from torch import Tensor
 
 import flash_attn_fp8 as fa
-from benchmarks import RESULTS, ROOT, peers
+from benchmarks import RESULTS, ROOT, append, peers
 from flash_attn_fp8.results import Results, Row, Scalar, write
+from flash_attn_fp8.specs import AppendSpec
 
 NO_DEVICE = 3  # exit status
 LAUNCHES, TURNS = 20, 9
@@ -193,6 +195,7 @@ class Clock:
         ]
         launches = LAUNCHES if shape.queries <= DECODE_QUERIES else 3
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the tensors are being filled
         with torch.cuda.stream(stream):
             for call in calls:
                 call()
@@ -293,8 +296,14 @@ def accuracy() -> Iterator[Row]:
             yield Row.of({"what": "accuracy", **shape.case}, name, "rel_l2", "ratio", error)
 
 
+_APPENDED: tuple[Literal["token_head", "tensor"], ...] = ("token_head", "tensor")
+
+
 def kernels(arch: str) -> dict[Any, None]:
-    """Specs of all that is measured of ours, planned for an architecture, e.g. sm_90a:132."""
+    """Specs of all that is measured of ours, planned for an architecture, e.g. sm_90a:132.
+
+    Those of `benchmarks.append` are among them.
+    """
     found: dict[Any, None] = {}
     for _, shapes, contenders in PLAN:
         for shape in shapes:
@@ -316,6 +325,8 @@ def kernels(arch: str) -> dict[Any, None]:
             out_dtype=torch.float32, target=arch,
         ).plan  # fmt: skip
         found.update(dict.fromkeys(() if plan is None else plan.kernels))
+    for fmt, dim, per in product(("e4m3", "e5m2", "int8"), append.HEAD_DIMS, _APPENDED):
+        found[AppendSpec("bf16", fmt, dim, dim, per, wide_slots=True)] = None
     return found
 
 

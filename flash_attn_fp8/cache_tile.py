@@ -34,40 +34,45 @@ def tile_for(
     wide = head_dim_v > 128
     m_tiles = 1 if wide or rows <= ROWS_PER_MMA else 2
     key_bytes = (head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS
-    ctas = 2 if shared_memory > _LARGE_MEMORY else 1
-    budget = shared_memory // ctas - _MISCELLANY
     queries = _query_bytes(head_dim, head_dim_v, m_tiles)
     if rows > DECODE_ROWS:
-        m_warps = 8 if wide else 4
-        left = budget - queries * m_warps
+        m_warps, key_warps = 8 if wide else 4, 1
+        left = _budget(shared_memory, m_warps) - queries * m_warps
         n_block = next((n for n in (32, 16) if _FEWEST_STAGES * n * key_bytes <= left), 16)
-        return CacheTile(m_warps, m_tiles, 1, n_block, _clipped(left // (n_block * key_bytes)))
-    # How keys are divided is the same for all rows, so that of the most.
-    m_tiles_of_most = 1 if wide else 2
-    warps_of_most = DECODE_ROWS // (ROWS_PER_MMA * m_tiles_of_most)
-    most = budget - _query_bytes(head_dim, head_dim_v, m_tiles_of_most) * warps_of_most
+    else:
+        key_warps, n_block = _division(head_dim, head_dim_v, key_bytes, shared_memory)
+        m_warps = max(1, -(-rows // (ROWS_PER_MMA * m_tiles)))
+        m_warps = 1 << (m_warps - 1).bit_length()
+        left = _budget(shared_memory, m_warps * key_warps) - queries * m_warps
+    stages = left // (key_warps * n_block * key_bytes)
+    stages = max(_FEWEST_STAGES, min(stages, _MOST_STAGES))
+    return CacheTile(m_warps, m_tiles, key_warps, n_block, stages)
+
+
+def _division(
+    head_dim: int, head_dim_v: int, key_bytes: int, shared_memory: int
+) -> tuple[int, int]:
+    """(key_warps, n_block) of decode: one for all rows, so that the most have to fit as well."""
+    wide = head_dim_v > 128
+    m_tiles = 1 if wide else 2
+    warps = DECODE_ROWS // (ROWS_PER_MMA * m_tiles)
+    few = _budget(shared_memory, 4)
+    most = few - _query_bytes(head_dim, head_dim_v, m_tiles) * warps
     key_warps = 2 if wide or _FEWEST_STAGES * 4 * 16 * key_bytes > most else 4
-    n_block = next(
-        (n for n in (32, 16) if _ENOUGH_STAGES * key_warps * n * key_bytes <= budget), 16
-    )
-    while n_block > 16 and _FEWEST_STAGES * key_warps * n_block * key_bytes > most:
-        n_block //= 2
-    m_warps = max(1, -(-rows // (ROWS_PER_MMA * m_tiles)))
-    m_warps = 1 << (m_warps - 1).bit_length()
-    # As many threads leave room for one CTA alone.
-    if m_warps * key_warps * WARP * _REGISTERS_OF_THREAD * 2 > _REGISTERS_OF_SM:
-        budget = shared_memory - _MISCELLANY
-    left = budget - queries * m_warps
-    return CacheTile(
-        m_warps, m_tiles, key_warps, n_block, _clipped(left // (key_warps * n_block * key_bytes))
-    )
+    n_block = next((n for n in (32, 16) if _ENOUGH_STAGES * key_warps * n * key_bytes <= few), 16)
+    if _FEWEST_STAGES * key_warps * n_block * key_bytes > most:
+        n_block = 16
+    return key_warps, n_block
+
+
+def _budget(shared_memory: int, warps: int) -> int:
+    """What a CTA may take: half of a large memory, if two fit a multiprocessor's registers."""
+    two_fit = 2 * warps * WARP * _REGISTERS_OF_THREAD <= _REGISTERS_OF_SM
+    ctas = 2 if shared_memory > _LARGE_MEMORY and two_fit else 1
+    return shared_memory // ctas - _MISCELLANY
 
 
 def _query_bytes(head_dim: int, head_dim_v: int, m_tiles: int) -> int:
     """Of a warp's queries in shared memory: none where they are in registers (`CacheGeometry`)."""
     fits = m_tiles * (head_dim // 4 + head_dim_v // 2) <= _REGISTERS
     return 0 if fits else 2 * ROWS_PER_MMA * m_tiles * head_dim
-
-
-def _clipped(stages: int) -> int:
-    return max(_FEWEST_STAGES, min(stages, _MOST_STAGES))

@@ -3,16 +3,19 @@
 Appends TOKENS tokens of bf16 to random slots of a paged cache, replayed from a CUDA graph so that
 the host is not timed, beside a copy that moves as many bytes, in turns. Prints the bytes a second
 of both, and their ratio: 1 is the speed of the copy. Without a device it measures nothing and exits
-with NO_DEVICE.
+with NO_DEVICE. Writes benchmarks/results/append_DEVICE.{json,md}.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
 
 import flash_attn_fp8 as fa
+from benchmarks import RESULTS, ROOT
 from flash_attn_fp8.formats import QUANTIZED
+from flash_attn_fp8.results import Results, Row, write
 
 NO_DEVICE = 3  # exit status
 TOKENS, HEADS, HEAD_DIMS, PAGE = 65_536, 8, (64, 128), 16
@@ -62,8 +65,8 @@ def seconds(call: Callable[[], object]) -> Callable[[], float]:
     return timed
 
 
-def measurements() -> Iterator[str]:
-    """A line for each format, head dim and kind of scale."""
+def measurements() -> Iterator[Row]:
+    """Of each format, head dim and kind of scale: bytes a second, and the ratio to a copy's."""
     for head_dim in HEAD_DIMS:
         for fmt in QUANTIZED:
             for scale in STATIC:
@@ -77,10 +80,10 @@ def measurements() -> Iterator[str]:
                 times = [[clock() for clock in clocks] for _ in range(TURNS)]
                 ours, copy = (sorted(column)[TURNS // 2] for column in zip(*times, strict=True))
                 kind = "static" if scale is not None else "token_head"
-                yield (
-                    f"{fmt.name} d{head_dim} {kind}: {moved / ours / 1e9:.0f} GB/s, copy "
-                    f"{moved / copy / 1e9:.0f} GB/s, ratio {copy / ours:.2f}"
-                )
+                case = {"format": fmt.name, "d": head_dim, "scales": kind, "tokens": TOKENS}
+                yield Row.of(case, "append", "speed", "GB/s", moved / ours / 1e9)
+                yield Row.of(case, "copy", "speed", "GB/s", moved / copy / 1e9)
+                yield Row.of(case, "append / copy", "speed", "ratio", copy / ours)
 
 
 def main() -> int:
@@ -88,9 +91,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return NO_DEVICE
-    print(torch.cuda.get_device_name())
-    for line in measurements():
-        print(line)
+    device = torch.cuda.get_device_name()
+    print(device)
+    rows = []
+    for row in measurements():
+        rows.append(row)
+        print(f"{row.case} {row.impl}: {row.value:.4g} {row.unit}")
+    name = re.sub("[^a-z0-9]+", "_", device.lower()).removeprefix("nvidia_")
+    write(Results.here(rows, "python -m benchmarks.append", ROOT), f"append_{name}", RESULTS)
     return 0
 
 

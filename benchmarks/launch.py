@@ -98,7 +98,7 @@ def parts(call: Callable[..., object], runtime: IdleRuntime) -> dict[str, Timer]
     kernel = runtime.kernel(plan.spec)
     with mock.patch.object(compiled, "_kernel", return_value=_idle):
         launcher = compiled._Launcher(plan, problem, plan.target)
-    compiled._launchers[id(plan), False] = launcher
+    compiled._launchers[id(plan), None, False] = launcher
     given = launcher.tensors(*tensors), launcher.scalars
     own = tuple(replace_tensors(argument, ffi_tensor) for argument in given)
     before = runtime.launches

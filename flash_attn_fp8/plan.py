@@ -279,5 +279,8 @@ def _split(problem: Problem, target: Target, pack_gqa: bool) -> Split:
     block_m = _cache_tile(problem, target).block_m if cached else TILE_M
     m_blocks = -(-sizes.seqlen_q * group // block_m)
     work = sizes.batch * (sizes.nheads // group) * m_blocks
-    n_blocks = max(1, -(-problem.keys // (CACHE_KEYS_PER_SPLIT if cached else TILE_N)))
+    n_blocks = -(-problem.keys // TILE_N)
+    if cached:
+        n_blocks = problem.keys // CACHE_KEYS_PER_SPLIT
+    n_blocks = max(1, n_blocks)
     return Split(max(1, min(target.sm_count // max(1, work), n_blocks, MAX_AUTO_SPLITS)))

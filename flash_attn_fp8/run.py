@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import lru_cache
 
@@ -26,6 +27,11 @@ def execute(
         from flash_attn_fp8.reference import exact
 
         exact.run(problem, operands, out, lse)
+    elif problem.sizes.batch == 0 or problem.sizes.seqlen_q == 0:
+        # No query: no kernel has to know what to do without work.
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
     else:
         from flash_attn_fp8 import compiled
 

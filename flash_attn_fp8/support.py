@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
@@ -163,14 +164,26 @@ def _too_many_splits(problem: Problem, target: Target) -> str | None:
     )
 
 
+def _parts_too_large(problem: Problem, target: Target) -> str | None:
+    """The combine kernel counts elements of an output in 32 bits."""
+    elements = math.prod(problem.out_shape)
+    request = problem.request
+    if (request.num_splits > 1 or request.keys_per_split is not None) and elements >= 2**31:
+        return f"parts of an output of {elements} elements cannot be merged; use num_splits=1"
+    return None
+
+
 def _no_stand_in_for_long_keys(problem: Problem, target: Target) -> str | None:
     """A length alone does not exchange the kernels' numerics for the definition's."""
     return _too_many_splits(problem, target) if problem.request.impl is None else None
 
 
 _RULES: dict[str, tuple[Rule, ...]] = {
-    "cute": (_needs_kernel, *map(_where_it_runs, (*_KERNELS, _too_many_splits))),
-    "sim": (*_KERNELS, _too_many_splits),
+    "cute": (
+        _needs_kernel,
+        *map(_where_it_runs, (*_KERNELS, _too_many_splits, _parts_too_large)),
+    ),
+    "sim": (*_KERNELS, _too_many_splits, _parts_too_large),
     "tiled": (_too_many_splits,),
     "reference": (
         _reference_has_no_policy,

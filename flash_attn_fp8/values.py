@@ -28,10 +28,24 @@ def check_values(call: Call, problem: Problem) -> None:
     if not refusal.invalid:
         _check_bounds(q_len, k_len, call.options, refusal)
         _check_pages(o, k_len, sizes, refusal)
+        _check_selection(o, refusal)
     if not refusal.invalid:
         _check_scales(o, problem, q_len, k_len, refusal)
     if refusal.reasons:
         raise refusal.error(str(call))
+
+
+def _check_selection(o: Operands, refusal: Refusal) -> None:
+    """Entries may be anything: those that name no key are skipped. Their number may not."""
+    if o.selection is None or o.selection_lens is None or o.selection_lens.numel() == 0:
+        return
+    entries, lens = o.selection.shape[2], o.selection_lens
+    if bool((lens < 0).any()) or bool((lens > entries).any()):
+        low, high = int(lens.min()), int(lens.max())
+        refusal.invalid.append(
+            f"selection_lens must be from 0 to the {entries} entries of selection, and has {low} "
+            f"to {high}"
+        )
 
 
 def _lengths(

@@ -67,6 +67,11 @@ def attend(ctx: Context, load_queries: cutlass.Constexpr, state):
     """
     tile = ctx.spec.tile
     first, count = _tiles(ctx)
+    # What happens to tile i, in the round of tile ...
+    #   i - stages - 1: `choose` asks which tokens are chosen
+    #   i - stages:     `locate` asks for their pages, with the answer
+    #   i - stages + 1: `copy_tile` asks for the rows, with the answer
+    #   i:              the rows are there
     place, step = new_place(ctx), tile.key_warps
     for ahead in cutlass.range_constexpr(tile.stages - 1):
         if ahead < count:
@@ -206,8 +211,9 @@ def _inverses(ctx, scales):
     inverse = cute.make_rmem_tensor(v.layout, Float32)
     for n in range(ctx.geometry.n_tiles):
         for i in range(2):
-            # A key that does not count has scale 0, and P 0.
-            inverse[i, n] = select(v[i, n] == 0.0, Float32(0.0), cute.arch.rcp_approx(v[i, n]))
+            # A key that does not count has scale 0, and P 0. Where a scale is NaN, P of the rows
+            # that see its key is NaN already, and that of the others 0.
+            inverse[i, n] = select(v[i, n] > 0.0, cute.arch.rcp_approx(v[i, n]), Float32(0.0))
             v[i, n] = cute.math.log2(v[i, n], fastmath=True)
     return inverse
 

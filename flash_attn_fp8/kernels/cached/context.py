@@ -198,7 +198,7 @@ def _chosen(spec, t: Tensors, work):
     """How many keys are chosen for a sequence and KV head."""
     count = Int32(t.selection.shape[2])
     if const_expr(t.selection_lens is not None):
-        count = t.selection_lens[work.batch, work.kv_head]
+        count = cutlass.min(t.selection_lens[work.batch, work.kv_head], count)
     if spec.traits.selection == "pages":
         count = count * Int32(t.k.shape[1])
     return count

@@ -145,7 +145,11 @@ def _ask(place, what: int, row):
 
 
 def chunk_at(ctx, operand: Operand, row, chunk):
-    """Where a chunk of a row lies in shared memory: see `Operand`."""
+    """Where a chunk of a row lies in shared memory: see `Operand`.
+
+    Readers ask for vectors, which are chunks where rows are swizzled: those are multiples of 128
+    bytes, of which a lane reads vectors of 16.
+    """
     if not operand.swizzled:
         return chunk
     if operand.lanes == 4:  # K: two rows are read at once

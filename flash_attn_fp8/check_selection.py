@@ -9,7 +9,7 @@ from flash_attn_fp8.errors import Refusal
 from flash_attn_fp8.problem import Selection
 
 
-def check_selection(o: Operands, kv_layout: str, refusal: Refusal) -> None:
+def check_selection(o: Operands, refusal: Refusal) -> None:
     """Append the faults of `selection` and `selection_lens`, whose batch is checked elsewhere."""
     if o.selection is None:
         if o.selection_lens is not None:
@@ -27,10 +27,6 @@ def check_selection(o: Operands, kv_layout: str, refusal: Refusal) -> None:
             refusal.invalid.append(
                 f"{name}={describe(t)} must be {shape} with nheads_kv {nheads_kv}"
             )
-    if kv_layout == "varlen":
-        refusal.invalid.append(
-            "selection needs a cache, batched or paged: packed keys (cu_seqlens_k) have none"
-        )
 
 
 def check_select_pages(o: Operands, options: Options, refusal: Refusal) -> None:

@@ -200,7 +200,7 @@ def _layout(o: Operands, refusal: Refusal) -> _Layout | None:
         return None
     _check_kv_shapes(o, kv_layout, refusal)
     _check_head_counts(o, refusal)
-    check_selection(o, kv_layout, refusal)
+    check_selection(o, refusal)
     batch = _batch(o, q_layout, kv_layout, refusal)
     for field, t in (("q", o.q), ("k", o.k), ("v", o.v)):
         name = refusal.name(field)

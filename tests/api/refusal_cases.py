@@ -59,7 +59,24 @@ def _int8(*shape: int) -> torch.Tensor:
 
 
 # The arguments of the cache's function by its own names.
+_CHOSEN = torch.zeros(2, 2, 3, dtype=torch.int32)
 _CACHE = (
+    CACHE(
+        "selection_lens says how long selection is, which is missing",
+        selection_lens=ints(1, 1, 1, 1).view(2, 2),
+    ),
+    CACHE("selection=int64[2, 2, 3] must be int32: selection.int()", selection=_CHOSEN.long()),
+    CACHE(
+        "selection=int32[2, 3] must be (batch, nheads_kv, entries) with nheads_kv 2",
+        selection=_CHOSEN[:, 0].contiguous(),
+    ),
+    CACHE("select_pages=1 must be a bool", selection=_CHOSEN, select_pages=1),
+    CACHE("select_pages says what selection holds, which is missing", select_pages=True),
+    CACHE(
+        "select_pages needs a page_table, whose columns are selected",
+        selection=_CHOSEN,
+        select_pages=True,
+    ),
     CACHE(
         "cache_batch_idx must be one-dimensional, got shape [2, 1]",
         cache_batch_idx=ints(1, 0)[:, None],

@@ -20,6 +20,7 @@ from flash_attn_fp8 import (
     check_buffers,
     check_options,
     check_scales,
+    check_selection,
     checks,
     entry,
     errors,
@@ -486,7 +487,7 @@ def test_no_reason_is_missing_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> 
         _refusal(case)
     with pytest.raises(fa.Unsupported):  # a tangent is no part of an argument
         _of_dual(lambda x: fa.flash_attn_func(**dense(), learnable_sink=x), torch.ones(4))
-    for module in (checks, check_options, check_scales, values):
+    for module in (checks, check_options, check_scales, check_selection, values):
         for path, lines in _lines_that_add_reasons(module):
             hit = any(where == path and line in lines for where, line in sites)
             assert hit, f"{path}:{lines.start}: no case has this reason"

@@ -170,6 +170,11 @@ UNSUPPORTED = (
 
 # Wrong values in index and scale tensors.
 VALUES = (
+    CACHE(
+        "selection_lens must be from 0 to the 3 entries of selection, and has -1 to 4",
+        selection=torch.zeros(2, 2, 3, dtype=torch.int32),
+        selection_lens=ints(-1, 4, 0, 3).view(2, 2),
+    ),
     PACKED("cu_seqlens_q must start at 0, got 1", cu_seqlens_q=ints(1, 4, 12)),
     PACKED(
         "cu_seqlens_k must not decrease, but goes from 50 to 30 at sequence 1",

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import flash_attn_fp8 as fa
-from flash_attn_fp8.checks import problem_of
 from tests.api.calls import ints, same_bits
 from tests.budget import (
     FP32_EPS,
@@ -243,20 +242,6 @@ def test_refused_calls_name_the_argument(name: str) -> None:
     with pytest.raises(fa.InvalidArguments) as refusal:
         fa.flash_attn_with_kvcache(**Cache.of(1).call() | plain | changes, impl="sim")
     assert reason in refusal.value.reasons
-
-
-def test_packed_keys_cannot_be_chosen_from() -> None:
-    """The functions that take packed keys have no such argument."""
-    x = Cache.of(1)
-    packed = {n: getattr(x, n).flatten(0, 1) for n in "qkv"}
-    call = fa.flash_attn_varlen_func.describe_call(
-        **packed, cu_seqlens_q=ints(0, 1, 2), cu_seqlens_k=ints(0, SLOTS, 2 * SLOTS)
-    )
-    call = call._replace(
-        operands=call.operands._replace(selection=torch.zeros(2, HEADS_KV, 4, dtype=torch.int32))
-    )
-    with pytest.raises(fa.InvalidArguments, match="packed keys"):
-        problem_of(call)
 
 
 @pytest.mark.parametrize("entry", [2**28 + 1, 2**31 - 1, -(2**31), 2**27])

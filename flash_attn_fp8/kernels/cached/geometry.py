@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.specs import ROWS_PER_MMA, WARP, CacheSpec
+from flash_attn_fp8.specs import WARP, CacheSpec
 
 CHUNK = 16  # bytes of one asynchronous copy
 _LANES_OF_ROW = 4  # that share a row of K, and a row of scores
@@ -159,10 +159,6 @@ class CacheGeometry:
     @property
     def shared_bytes(self) -> int:
         return self.rings_bytes + self.q_bytes
-
-    @property
-    def rows(self) -> int:
-        return ROWS_PER_MMA * self.spec.tile.m_tiles
 
     @property
     def v_tiles_at_once(self) -> int:

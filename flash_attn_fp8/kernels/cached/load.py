@@ -8,6 +8,8 @@ not count are filled with zeros: what lies in unused slots is never read.
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
@@ -113,7 +115,8 @@ def _copy_rows(ctx, chunks: cutlass.Constexpr, operands: cutlass.Constexpr, n_bl
     for first in cutlass.range_constexpr(0, total, threads):
         number = first + thread
         row, chunk = number // chunks, number % chunks
-        counts, page, within = _place_of(ctx, n_block, place, row)
+        key = n_block * ctx.spec.tile.n_block + row
+        counts, page, within = _place_of(ctx, key, partial(_asked, place, row))
         used = select(counts, Int32(CHUNK), Int32(0))
         for operand, rows, base in operands:
             target = base + row * operand.row_bytes + chunk_at(ctx, operand, row, chunk) * CHUNK
@@ -122,26 +125,29 @@ def _copy_rows(ctx, chunks: cutlass.Constexpr, operands: cutlass.Constexpr, n_bl
                 copy_async(target, address, used, CHUNK)
 
 
-@cute.jit
-def _place_of(ctx, n_block, place, row):
-    """(whether key number `row` of the tile counts, its page, its slot)."""
-    key = n_block * ctx.spec.tile.n_block + row
+def _place_of(ctx, key, told):
+    """(whether a key counts, its page, its slot), of which `told(what)` is known."""
     counts = (key >= ctx.work.first) & (key < ctx.work.last)
     page, within = Int32(0), _counted(ctx, key)
-    if const_expr(_has_places(ctx)):
-        within = _ask(place, _WITHIN, row)
-    if const_expr(ctx.tensors.page_table is not None):
-        page = _ask(place, _PAGE, row)
-    if const_expr(ctx.traits.selection is not None):
-        counts = _ask(place, _TOKEN, row) >= 0
+    if _has_places(ctx):
+        within = told(_WITHIN)
+    if ctx.tensors.page_table is not None:
+        page = told(_PAGE)
+    if ctx.traits.selection is not None:
+        counts = told(_TOKEN) >= 0
     # The id of a key that does not count may be anything.
     return counts, select(counts, page, Int32(0)), within
 
 
-def _ask(place, what: int, row):
+def _asked(place, row, what: int):
     """What the lane of key number `row` of the tile knows."""
     answers = [cute.arch.shuffle_sync(place[what, i], row % WARP) for i in range(place.shape[1])]
     return answers[0] if len(answers) == 1 else select(row < WARP, answers[0], answers[1])
+
+
+def _known(place, number: int, what: int):
+    """What a lane knows of its own key."""
+    return place[what, number]
 
 
 def chunk_at(ctx, operand: Operand, row, chunk):
@@ -168,7 +174,9 @@ def _copy_numbers(ctx, base, n_block, place):
             for number in cutlass.range_constexpr(place.shape[1]):
                 key = number * WARP + ctx.lane
                 if key < keys:
-                    counts, page, within = _own_place(ctx, n_block, place, number)
+                    counts, page, within = _place_of(
+                        ctx, _key(ctx, n_block, number), partial(_known, place, number)
+                    )
                     used = select(counts, Int32(4), Int32(0))
                     for kind, rows in enumerate((ctx.k_scales, ctx.v_scales)):
                         if const_expr(per_token[kind]):
@@ -176,21 +184,6 @@ def _copy_numbers(ctx, base, n_block, place):
                             copy_async(target, rows.address(page, within), used, 4)
                     if const_expr(ctx.traits.selection is not None):
                         store_shared(base + (INDEX * keys + key) * 4, place[_TOKEN, number])
-
-
-@cute.jit
-def _own_place(ctx, n_block, place, number: cutlass.Constexpr):
-    """`_place_of` a lane's own key."""
-    key = _key(ctx, n_block, number)
-    counts = (key >= ctx.work.first) & (key < ctx.work.last)
-    page, within = Int32(0), _counted(ctx, key)
-    if const_expr(_has_places(ctx)):
-        within = place[_WITHIN, number]
-    if const_expr(ctx.tensors.page_table is not None):
-        page = place[_PAGE, number]
-    if const_expr(ctx.traits.selection is not None):
-        counts = place[_TOKEN, number] >= 0
-    return counts, select(counts, page, Int32(0)), within
 
 
 @dsl_user_op

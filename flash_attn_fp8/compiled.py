@@ -12,10 +12,18 @@ from torch import Tensor
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan, simulated_plan
+from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
-from flash_attn_fp8.specs import ALIGNMENT, CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import (
+    ALIGNMENT,
+    TILE,
+    CacheSpec,
+    CombineSpec,
+    Sm90Spec,
+    Sm100Spec,
+    TransposeSpec,
+)
 from flash_attn_fp8.target import Target
 
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
@@ -33,7 +41,9 @@ def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tens
         _launch(plan, problem, operands, out, lse)
 
 
-def _kernel(spec: Sm100Spec | CacheSpec | CombineSpec, arch: str) -> Callable[..., Any]:
+def _kernel(
+    spec: Sm90Spec | Sm100Spec | CacheSpec | CombineSpec | TransposeSpec, arch: str
+) -> Callable[..., Any]:
     from flash_attn_fp8.compiler import cache
 
     return cache.kernel(spec, arch)
@@ -43,8 +53,6 @@ def _simulate(
     plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None
 ) -> None:
     asked = settings()
-    if asked.target.arch != plan.target.arch:
-        plan = simulated_plan(problem, asked.target, plan.split)
     if asked.trace is not None and not asked.trace.names and isinstance(plan.spec, Sm100Spec):
         from flash_attn_fp8.kernels.sm100.geometry import ROLES
 
@@ -76,12 +84,14 @@ class _Launcher:
 
     def __init__(self, plan: Plan, problem: Problem, target: Target) -> None:
         spec = plan.spec
-        if not isinstance(spec, Sm100Spec | CacheSpec):
+        if not isinstance(spec, Sm90Spec | Sm100Spec | CacheSpec):
             raise TypeError(f"no compiled kernel has the spec {spec!r}")
         self.plan = plan  # lives as long as this, so that its id is no other plan's
         self.problem, self.traits = problem, problem.traits
         self.kernel = _kernel(spec, target.arch)
         self.combine = _kernel(spec.combine, target.arch) if spec.split else None
+        before = spec.transpose if isinstance(spec, Sm90Spec) else None
+        self.transpose = None if before is None else _kernel(before, target.arch)
         self.parts = plan.split.parts(problem.keys) if spec.split else 1
         self.scalars = _scalars(plan, problem, self.parts, target)
         self.is_cache = isinstance(spec, CacheSpec)
@@ -109,8 +119,11 @@ class _Launcher:
     def tensors(self, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
         """`Tensors` of the kernel's `operands`, as a plain tuple."""
         traits = self.traits
+        v = _aligned(o.v)
+        if self.transpose is not None:
+            v = self._transposed(self.transpose, o, v)
         shared = (
-            _aligned(o.q), _aligned(o.k), _aligned(o.v), out, lse,
+            _aligned(o.q), _aligned(o.k), v, out, lse,
             o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k, o.page_table,
             None if o.learnable_sink is None else o.learnable_sink.float(),
         )  # fmt: skip
@@ -122,6 +135,21 @@ class _Launcher:
         if self.is_cache:
             return (*shared, *scales, o.selection, o.selection_lens)
         return (*shared, _scale(o.q_descale, traits.q_descale, traits.q_layout), *scales)
+
+    def _transposed(self, transpose: Callable[..., Any], o: Operands, v: Tensor) -> Tensor:
+        """V^T, as the SM90 kernel reads fp8: a copy of V in whole key tiles, keys along the rows."""
+        heads, width = v.shape[-2:]
+        keys = self.problem.keys
+        if o.cu_seqlens_k is None:
+            batch = v.shape[0] if o.page_table is None else o.page_table.shape[0]
+            shape = (batch, heads, width, -(-keys // TILE) * TILE)
+        else:
+            sequences = o.cu_seqlens_k.shape[0] - 1
+            shape = (heads, width, (v.shape[0] // TILE + sequences) * TILE)
+        out = torch.empty(shape, dtype=torch.uint8, device=v.device)
+        bounds = o.cu_seqlens_k, o.seqused_k, o.page_table
+        transpose((v.view(torch.uint8), out, *bounds), keys)
+        return out.view(v.dtype)
 
 
 _launchers: dict[tuple[int, Target | None, bool], _Launcher] = {}

@@ -27,6 +27,7 @@ from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, executor_for, plan_for
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.run import execute
+from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.target import Target, debug_checks, target_of
 from flash_attn_fp8.values import check_values
 
@@ -62,9 +63,16 @@ def prepare(call: Call) -> tuple[Problem, Plan]:
 def _unless_refused(call: Call, choose: Callable[[Problem, Target], T], problem: Problem) -> T:
     """What `choose` makes of a problem on the call's device, or a refusal that shows the call."""
     try:
-        return choose(problem, target_of(call.operands.q.device))
+        return choose(problem, _target_of(call))
     except Unsupported as refused:
         raise refusal_of(call, Refusal(unsupported=list(refused.reasons))) from None
+
+
+def _target_of(call: Call) -> Target:
+    """The device of the call's tensors, or the one that is simulated."""
+    if call.options.impl == "sim":
+        return settings().planned_for
+    return target_of(call.operands.q.device)
 
 
 _memo: dict[Any, tuple[Problem, Plan]] = {}
@@ -86,7 +94,8 @@ def _metadata(call: Call) -> Any:
         return object()
     types = tuple(map(type, call.options))  # 1 == True, and only one is legal
     names = call.names.get("page_table")  # of one dimension where it is a cache_batch_idx
-    return call.function, names, tensors, call.options, types, call.refused
+    target = settings().planned_for if call.options.impl == "sim" else None
+    return call.function, names, tensors, call.options, types, call.refused, target
 
 
 def _is_eager(o: Operands) -> bool:

@@ -17,14 +17,22 @@ from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem
-from flash_attn_fp8.specs import TILE, CacheSpec, CacheTile, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import (
+    TILE,
+    CacheSpec,
+    CacheTile,
+    CombineSpec,
+    Sm90Spec,
+    Sm100Spec,
+    TransposeSpec,
+)
 from flash_attn_fp8.support import EXECUTORS, reasons_against, uses_cache_kernel
 from flash_attn_fp8.target import (
     SHARED_MEMORY,
-    SIMULATED,
     Target,
     compute_capability,
     has_fp8,
+    simulated,
 )
 
 TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `tiled` mirrors
@@ -115,18 +123,21 @@ class Plan:
 
     impl: str
     target: Target
-    spec: Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec
+    spec: Sm90Spec | Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec
     split: Split
     pack_gqa: bool
     disable_scheduler_metadata: bool
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
-    def kernels(self) -> tuple[Sm100Spec | CacheSpec | CombineSpec, ...]:
+    def kernels(self) -> tuple[Sm90Spec | Sm100Spec | CacheSpec | CombineSpec | TransposeSpec, ...]:
         """The compiled kernels that it launches, in their order."""
-        if not isinstance(self.spec, Sm100Spec | CacheSpec):
+        spec = self.spec
+        if not isinstance(spec, Sm90Spec | Sm100Spec | CacheSpec):
             return ()
-        return (self.spec, self.spec.combine) if self.spec.split else (self.spec,)
+        before = spec.transpose if isinstance(spec, Sm90Spec) else None
+        after = spec.combine if spec.split else None
+        return tuple(kernel for kernel in (before, spec, after) if kernel is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -137,7 +148,7 @@ def plan_for(problem: Problem, target: Target) -> Plan:
         Unsupported: the executor that was asked for, or every one, has a reason against it.
     """
     impl, rejected = executor_for(problem, target)
-    return _plan(impl, problem, SIMULATED if impl == "sim" else target, rejected)
+    return _plan(impl, problem, simulated(target) if impl == "sim" else target, rejected)
 
 
 def executor_for(
@@ -160,31 +171,16 @@ def executor_for(
     raise refusal.error(f"no executor on {target.arch} for this call")
 
 
-@lru_cache(maxsize=1024)
-def simulated_plan(problem: Problem, target: Target, split: Split) -> Plan:
-    """The plan of a problem on another simulated device, with the split of the usual one.
-
-    Raises:
-        Unsupported: its kernels cannot take the problem.
-    """
-    reasons = reasons_against("cute", problem, target)
-    if reasons:
-        refusal = Refusal(unsupported=[f"impl='sim': {reason}" for reason in reasons])
-        raise refusal.error(f"no simulated kernel on {target.arch} for this call")
-    return _plan("sim", problem, target, (), split)
-
-
 def _plan(
     impl: str,
     problem: Problem,
     target: Target,
     rejected: tuple[tuple[str, tuple[str, ...]], ...],
-    split: Split | None = None,
 ) -> Plan:
     traits, request = problem.traits, problem.request
     group = traits.q_heads_per_kv_head
     pack_gqa = group > 1 if request.pack_gqa is None else request.pack_gqa
-    split = _split(problem, target, pack_gqa) if split is None else split
+    split = _split(problem, target, pack_gqa)
     return Plan(
         impl=impl,
         target=target,
@@ -198,7 +194,7 @@ def _plan(
 
 def _spec(
     impl: str, problem: Problem, target: Target, pack_gqa: bool, split: Split
-) -> Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec:
+) -> Sm90Spec | Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec:
     if impl == "tiled":
         return _tiled(problem, target)
     if impl == "reference":
@@ -206,6 +202,9 @@ def _spec(
     if uses_cache_kernel(problem, target.arch):
         return _cache_spec(problem, target, split)
     traits = problem.traits
+    if target.arch == "sm_90a":
+        group = traits.q_heads_per_kv_head if pack_gqa else 1
+        return Sm90Spec(traits, group, problem.sizes.page_size, split.divides)
     # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
     policy = traits.policy.replace(promote_every=None)
     group = traits.q_heads_per_kv_head if pack_gqa else 1

@@ -149,6 +149,11 @@ class Fp8Policy:
         """The format of P, with its limits."""
         return FORMATS[self.p_format]
 
+    def code_offset(self, fmt: Format) -> float:
+        """`max_offset` in whole codes of the format, which is how `exp2="code"` has it."""
+        codes_per_octave = 2**fmt.mantissa_bits
+        return math.floor(self.max_offset * codes_per_octave) / codes_per_octave
+
     @property
     def headroom_log2(self) -> float:
         """log2 distance between the largest P and the format's largest value; >= 0 if safe."""

@@ -38,6 +38,11 @@ class Settings:
     trace: Trace | None = None
     runs: list[Run] = field(default_factory=list)
 
+    @property
+    def planned_for(self) -> Target:
+        """The device that plans are made for: how many SMs it has decides no automatic split."""
+        return Target(self.target.arch, SIMULATED.sm_count)
+
     def device_options(self) -> dict[str, Any]:
         """Keyword arguments of `sim.device`; what is None is left at its default there."""
         given = {"schedule": self.schedule, "checks": self.checks, "trace": self.trace}

@@ -17,20 +17,18 @@ ALIGNMENT = 16  # bytes, of rows: what TMA and 16-byte stores need
 
 
 @dataclass(frozen=True)
-class Sm100Spec:
-    """The SM100 forward kernel.
+class ForwardSpec:
+    """A forward kernel of an architecture with TMA.
 
     `group` query heads share the rows of a tile (`pack_gqa`; 1: not packed). `page_size` of a
     paged cache. With `split` the kernel writes fp32 partial results, one per part of the keys,
-    which `CombineSpec`'s kernel merges. With `pair` two CTAs work together: each has its own query
-    tiles and half of every K and V tile, so that each reads less.
+    which `CombineSpec`'s kernel merges.
     """
 
     traits: Traits
     group: int = 1
     page_size: int | None = None
     split: bool = False
-    pair: bool = False
 
     @property
     def out_format(self) -> str:
@@ -44,6 +42,30 @@ class Sm100Spec:
     def combine(self) -> CombineSpec:
         """The kernel that merges the parts of this one's results."""
         return _combine(self.traits, False)
+
+
+@dataclass(frozen=True)
+class Sm100Spec(ForwardSpec):
+    """The SM100 forward kernel.
+
+    With `pair` two CTAs work together: each has its own query tiles and half of every K and V tile,
+    so that each reads less.
+    """
+
+    pair: bool = False
+
+
+@dataclass(frozen=True)
+class Sm90Spec(ForwardSpec):
+    """The SM90 forward kernel."""
+
+    @property
+    def transpose(self) -> TransposeSpec | None:
+        """The kernel that runs before, for fp8: wgmma reads V transposed."""
+        traits = self.traits
+        if traits.kv_format not in ("e4m3", "e5m2"):
+            return None
+        return TransposeSpec(traits.kv_layout, traits.head_dim_v, self.page_size, traits.seqused_k)
 
 
 @dataclass(frozen=True)
@@ -142,3 +164,13 @@ class AppendSpec:
     code_bytes: int = 16
     wide_slots: bool = False
     converts: bool = True
+
+
+@dataclass(frozen=True)
+class TransposeSpec:
+    """The kernel that transposes fp8 V for `Sm90Spec`'s."""
+
+    kv_layout: str
+    head_dim_v: int
+    page_size: int | None = None
+    seqused_k: bool = False

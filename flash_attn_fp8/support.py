@@ -12,7 +12,7 @@ from collections.abc import Callable
 from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
-from flash_attn_fp8.target import SHARED_MEMORY, SIMULATED, Target
+from flash_attn_fp8.target import SHARED_MEMORY, Target, simulated
 
 # In order of preference where the caller leaves the choice open.
 EXECUTORS = ("cute", "tiled", "reference", "sim")
@@ -50,7 +50,8 @@ def _needs_kernel(problem: Problem, target: Target) -> str | None:
         return "needs a CUDA device; the tensors are on the CPU"
     if target.arch not in SHARED_MEMORY:
         return f"this version has no compiled kernel for {target.arch}"
-    if not _is_sm100(target.arch) and not uses_cache_kernel(problem, target.arch):
+    has_forward = _is_sm100(target.arch) or target.arch == "sm_90a"
+    if not has_forward and not uses_cache_kernel(problem, target.arch):
         q = problem.traits.q_format
         return f"this version has no compiled kernel for {q} queries on {target.arch}"
     return None
@@ -88,6 +89,8 @@ def _sm100_group(problem: Problem, target: Target) -> str | None:
 
 def _sm100_exp2(problem: Problem, target: Target) -> str | None:
     exp2 = problem.traits.policy.exp2
+    if target.arch == "sm_90a":
+        return None
     return None if exp2 == "exact" else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
 
 
@@ -195,6 +198,6 @@ _RULES: dict[str, tuple[Rule, ...]] = {
 
 def reasons_against(impl: str, problem: Problem, target: Target) -> tuple[str, ...]:
     """Why `impl` cannot execute `problem` on `target`; empty where it can."""
-    target = SIMULATED if impl == "sim" else target
+    target = simulated(target) if impl == "sim" else target
     found = (rule(problem, target) for rule in _RULES[impl])
     return tuple(reason for reason in found if reason)

@@ -55,6 +55,11 @@ SIMULATED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a")
 SIMULATED = Target("sm_100a", 4)
 
 
+def simulated(target: Target) -> Target:
+    """What impl="sim" simulates where it is planned for a target: that one, if it can be."""
+    return target if target.arch in SIMULATED_ARCHS else SIMULATED
+
+
 def target_of(device: torch.device) -> Target:
     """The target of a tensor's device; meta and CPU tensors are planned for the CPU."""
     if device.type != "cuda":

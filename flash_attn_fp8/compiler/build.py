@@ -13,14 +13,24 @@ from flash_attn_fp8.compiler.signatures import (
     cache_signature,
     combine_signature,
     forward_signature,
+    transpose_signature,
 )
 from flash_attn_fp8.kernels.append import Append
 from flash_attn_fp8.kernels.cached.forward import CacheForward
 from flash_attn_fp8.kernels.combine import Combine
+from flash_attn_fp8.kernels.sm90.forward import Sm90Forward
+from flash_attn_fp8.kernels.sm90.transpose import Transpose
 from flash_attn_fp8.kernels.sm100.forward import Sm100Forward
-from flash_attn_fp8.specs import AppendSpec, CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import (
+    AppendSpec,
+    CacheSpec,
+    CombineSpec,
+    Sm90Spec,
+    Sm100Spec,
+    TransposeSpec,
+)
 
-Spec = Sm100Spec | CacheSpec | CombineSpec | AppendSpec
+Spec = Sm100Spec | Sm90Spec | TransposeSpec | CacheSpec | CombineSpec | AppendSpec
 
 OPTIONS = "--enable-tvm-ffi"
 
@@ -32,6 +42,10 @@ def compile_kernel(spec: Spec, options: str = "", **how: Any) -> Any:
     arguments: tuple[Any, ...]
     if isinstance(spec, Sm100Spec):
         kernel, arguments = Sm100Forward(spec), forward_signature(spec)
+    elif isinstance(spec, Sm90Spec):
+        kernel, arguments = Sm90Forward(spec), forward_signature(spec)
+    elif isinstance(spec, TransposeSpec):
+        kernel, arguments = Transpose(spec), transpose_signature(spec)
     elif isinstance(spec, CacheSpec):
         kernel, arguments = CacheForward(spec), cache_signature(spec)
     elif isinstance(spec, AppendSpec):

@@ -15,21 +15,34 @@ from flash_attn_fp8.kernels.append_operands import AppendTensors
 from flash_attn_fp8.kernels.cached import operands as cached
 from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
-from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.sm90.transpose import TransposeTensors
 from flash_attn_fp8.problem import Descale
-from flash_attn_fp8.specs import ALIGNMENT, AppendSpec, CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import (
+    ALIGNMENT,
+    TILE,
+    AppendSpec,
+    CacheSpec,
+    CombineSpec,
+    Sm90Spec,
+    Sm100Spec,
+    TransposeSpec,
+)
 
 
-def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
-    """The arguments of `Sm100Forward(spec)`, without the stream."""
+def forward_signature(spec: Sm100Spec | Sm90Spec) -> tuple[Tensors, Scalars]:
+    """The arguments of `Sm100Forward(spec)` or `Sm90Forward(spec)`, without the stream."""
     traits = spec.traits
     rank_q = 3 if traits.q_layout == "varlen" else 4
     rank_kv = 3 if traits.kv_layout == "varlen" else 4
     parts = int(spec.split)
+    v = _rows(traits.kv_format, rank_kv, traits.head_dim_v)
+    if isinstance(spec, Sm90Spec) and spec.transpose is not None:
+        v = _transposed(traits.kv_format, rank_kv, traits.head_dim_v)
     tensors = Tensors(
         q=_rows(traits.q_format, rank_q, traits.head_dim),
         k=_rows(traits.kv_format, rank_kv, traits.head_dim),
-        v=_rows(traits.kv_format, rank_kv, traits.head_dim_v),
+        v=v,
         out=_rows(spec.out_format, rank_q + parts, traits.head_dim_v),
         lse=_small(Float32, rank_q - 1 + parts) if spec.writes_lse else None,
         cu_seqlens_q=_small(Int32, 1) if traits.q_layout == "varlen" else None,
@@ -44,6 +57,20 @@ def forward_signature(spec: Sm100Spec) -> tuple[Tensors, Scalars]:
         output_scale=_small(Float32, 1) if traits.output_scale else None,
     )
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
+
+
+def transpose_signature(spec: TransposeSpec) -> tuple[TransposeTensors, Int32]:
+    """The arguments of `Transpose(spec)`, without the stream."""
+    packed = spec.kv_layout == "varlen"
+    rank = 3 if packed else 4
+    tensors = TransposeTensors(
+        v=_aligned_rows(Uint8, ALIGNMENT, rank, spec.head_dim_v),
+        transposed=_transposed("uint8", rank, spec.head_dim_v),
+        cu_seqlens_k=_small(Int32, 1) if packed else None,
+        seqused_k=_small(Int32, 1) if spec.seqused_k else None,
+        page_table=_small(Int32, 2) if spec.kv_layout == "paged" else None,
+    )
+    return tensors, Int32(0)
 
 
 def cache_signature(spec: CacheSpec) -> tuple[cached.Tensors, cached.Scalars]:
@@ -110,6 +137,13 @@ def _aligned_rows(dtype: Any, alignment: int, rank: int, width: int) -> Any:
     shape = (*(cute.sym_int32() for _ in range(rank - 1)), width)
     stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(rank - 1)), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=alignment)
+
+
+def _transposed(fmt: str, rank: int, width: int) -> Any:
+    """V^T, (..., width, keys): whole tiles of keys."""
+    shape = (*(cute.sym_int32() for _ in range(rank - 2)), width, cute.sym_int32(divisibility=TILE))
+    stride = (*(cute.sym_int64(divisibility=TILE) for _ in range(rank - 1)), 1)
+    return cute.runtime.make_fake_tensor(DTYPES[fmt], shape, stride, assumed_align=TILE)
 
 
 def _small(dtype: Any, rank: int) -> Any:

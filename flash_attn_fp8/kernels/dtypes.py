@@ -11,6 +11,7 @@ DTYPES = {
     "fp16": cutlass.Float16,
     "fp32": cutlass.Float32,
     "int8": cutlass.Int8,
+    "uint8": cutlass.Uint8,
 }
 
 NEG_INF = -cutlass.Float32.inf

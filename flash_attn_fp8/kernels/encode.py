@@ -75,6 +75,31 @@ def _f16_bits(power_of_two: float) -> int:
     return (15 + round(math.log2(power_of_two))) << 10
 
 
+CODE = 2.0**-24  # fp16's smallest number: so many of it have the bits of the integer, up to 2047
+
+_PACK_CODES = "{ .reg .b32 lo, hi; cvt.rn.relu.f16x2.f32 lo, $2, $1; "
+_PACK_CODES += "cvt.rn.relu.f16x2.f32 hi, $4, $3; prmt.b32 $0, lo, hi, 0x6420; }"
+
+
+@dsl_user_op
+def packed_codes(values, *, loc=None, ip=None) -> Uint32:
+    """A word of four fp8 codes, the nearest integers to values / CODE, 0 for those below 0.
+
+    What rounds to fp16's subnormal numbers rounds to integers, two at a time.
+    """
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in values]
+    return Uint32(asm(T.i32(), operands, _PACK_CODES, "=r,f,f,f,f", loc, ip))
+
+
+@dsl_user_op
+def whole_codes(x, fmt, *, loc=None, ip=None) -> Float32:
+    """x, a logarithm, rounded to what a code of the format can tell apart."""
+    per_octave = float(2**fmt.mantissa_bits)
+    scaled = (Float32(x) * per_octave).ir_value(loc=loc, ip=ip)
+    whole = Float32(asm(T.f32(), [scaled], "cvt.rni.f32.f32 $0, $1;", "=f,f", loc, ip))
+    return whole * (1 / per_octave)
+
+
 # 2**f on [-1/2, 1/2] by a quartic that is 1 at 0, minimax in relative error: 2.9e-6.
 _COEFFICIENTS = (1.0, 0.69312419, 0.24024099, 0.05590643, 0.00958285)
 _ROUND = 1.5 * 2.0**23  # added to a small number, leaves the nearest integer in its low bits

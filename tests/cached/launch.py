@@ -12,7 +12,7 @@ from flash_attn_fp8 import compiled, sim
 from flash_attn_fp8.call import Call, Operands
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan, Split, plan_for, simulated_plan
+from flash_attn_fp8.plan import Plan, plan_for
 from flash_attn_fp8.simulation import Settings, _as_active
 from flash_attn_fp8.specs import CacheSpec, CacheTile
 from flash_attn_fp8.target import CPU, SIMULATED, Target
@@ -66,9 +66,7 @@ def simulated(call: Call, target: Target) -> tuple[Tensor, Tensor]:
     """(out, lse) on another device, of what sm_100a may have another kernel for, which refuses."""
     call = call.with_tensors()
     problem = problem_of(call)
-    request = problem.request
-    split = Split(max(1, request.num_splits), request.seqlen_k_per_split)
-    plan = simulated_plan(problem, target, split)
+    plan = plan_for(problem, target)
     assert isinstance(plan.spec, CacheSpec)
     out = torch.empty(problem.out_shape, dtype=FORMATS[problem.traits.out_format].dtype)
     lse = torch.empty(problem.lse_shape)

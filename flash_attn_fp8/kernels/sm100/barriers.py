@@ -1,69 +1,22 @@
-"""Mbarriers of the SM100 forward kernel, by name, and how their phases are counted.
-
-Every user of a barrier counts how often it has used it. Use number `i` of a ring of `slots` is slot
-`i % slots` in round `i // slots`; a consumer waits for the round's parity, a producer for the other
-one, which a fresh barrier passes at once.
-"""
+"""Mbarriers of the SM100 forward kernel, by name (`forward/rings.py` says how they count)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import tcgen05
 
+from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_SLOTS
+from flash_attn_fp8.kernels.forward.rings import Ring, Signal, arrive
 from flash_attn_fp8.kernels.sm100.geometry import (
     CORRECTION_WARPS,
     S_SLOTS,
     SOFTMAX_WARPS,
-    TOKEN_SCALE_SLOTS,
     Geometry,
 )
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Full and empty barriers of `slots` buffers, and how many arrive at each."""
-
-    slots: int
-    producers: int
-    consumers: int
-    _full: Any
-    _empty: Any
-
-    @classmethod
-    def of(cls, smem, slots: int, producers: int = 1, consumers: int = 1) -> Ring:
-        full, empty = (smem.allocate_array(Int64, slots) for _ in range(2))
-        return cls(slots, producers, consumers, full, empty)
-
-    def init(self) -> None:
-        for slot in range(self.slots):
-            cute.arch.mbarrier_init(self._full + slot, self.producers)
-            cute.arch.mbarrier_init(self._empty + slot, self.consumers)
-
-    def slot(self, use):
-        return use % self.slots
-
-    def full(self, use):
-        return self._full + self.slot(use)
-
-    def empty(self, use):
-        return self._empty + self.slot(use)
-
-    def wait_full(self, use) -> None:
-        cute.arch.mbarrier_wait(self.full(use), (use // self.slots) & 1)
-
-    def wait_empty(self, use) -> None:
-        cute.arch.mbarrier_wait(self.empty(use), ((use // self.slots) & 1) ^ 1)
-
-    def wait_all_empty(self, uses) -> None:
-        """Wait until all of so many uses are over; slots that were never used pass at once."""
-        for slot in range(self.slots):
-            self.wait_empty(uses + slot)
-
 
 # K and V tiles share a ring, in the order in which the MMA warp reads them: K of the first
 # `lookahead` key tiles, then V of each, and after it K of the tile that is `lookahead` ahead. A
@@ -78,34 +31,6 @@ def k_use(geometry, tiles, i):
 def v_use(geometry, tiles, n, i):
     """Which use of the ring is V of key tile `i` of a unit of `n`."""
     return tiles * 2 + i + cutlass.min(i + geometry.lookahead, n)
-
-
-@dataclass(frozen=True)
-class Signal:
-    """`slots` barriers that say that something has happened, after so many arrivals."""
-
-    slots: int
-    arrivals: int
-    _barrier: Any
-
-    @classmethod
-    def of(cls, smem, slots: int, arrivals: int) -> Signal:
-        return cls(slots, arrivals, smem.allocate_array(Int64, slots))
-
-    def init(self) -> None:
-        for slot in range(self.slots):
-            cute.arch.mbarrier_init(self._barrier + slot, self.arrivals)
-
-    def at(self, slot):
-        return self._barrier + slot
-
-    def wait(self, slot, use) -> None:
-        """Wait for use number `use` of a slot."""
-        cute.arch.mbarrier_wait(self.at(slot), use & 1)
-
-    def wait_previous(self, slot, use) -> None:
-        """Wait for use number `use - 1`; there is nothing before number 0."""
-        cute.arch.mbarrier_wait(self.at(slot), (use & 1) ^ 1)
 
 
 @dataclass(frozen=True)
@@ -143,17 +68,6 @@ class Barriers:
         """By one thread, before the CTA synchronises."""
         for group in vars(self).values():
             group.init()
-
-
-@cute.jit
-def arrive(barrier, cta: cutlass.Constexpr = None):
-    """One arrival for a warp whose lanes have all done what they announce.
-
-    At the barrier of CTA `cta` of a pair; by default of its own.
-    """
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier, cta)
 
 
 @cute.jit

@@ -13,11 +13,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
 
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.schedule import each_unit, part_of
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
+from flash_attn_fp8.kernels.sm100.barriers import arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
 from flash_attn_fp8.kernels.sm100.geometry import VECTOR
-from flash_attn_fp8.kernels.sm100.schedule import each_unit, part_of
 from flash_attn_fp8.specs import TILE, WARP
 
 _COLUMNS = 16  # of O that are rescaled at once

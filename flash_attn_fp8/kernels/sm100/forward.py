@@ -17,6 +17,11 @@ from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.fill import Unwritten, fill
+from flash_attn_fp8.kernels.forward.boxes import Box, Loads, by_key, by_query
+from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
+from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
+from flash_attn_fp8.kernels.forward.schedule import Schedule
+from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import Barriers
 from flash_attn_fp8.kernels.sm100.context import Buffers, Context
@@ -31,18 +36,13 @@ from flash_attn_fp8.kernels.sm100.geometry import (
     TAIL_WARP,
     THREADS,
     TMEM_COLUMNS,
-    TOKEN_SCALE_KINDS,
-    TOKEN_SCALE_SLOTS,
     Geometry,
 )
-from flash_attn_fp8.kernels.sm100.load import Box, Loads, load_role
+from flash_attn_fp8.kernels.sm100.load import load_role
 from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
-from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors, TmaOperands
-from flash_attn_fp8.kernels.sm100.schedule import Schedule
 from flash_attn_fp8.kernels.sm100.shared_memory import zero_rows
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
 from flash_attn_fp8.kernels.sm100.tail import tail_role
-from flash_attn_fp8.kernels.sm100.token_scales import token_scale_role
 from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
@@ -64,9 +64,9 @@ class Sm100Forward:
         products = self._products()
         boxes = self._boxes(products)
         tma = TmaOperands(
-            *boxes.q.atom(_queries(tensors.q, self.spec.group)),
-            *boxes.k.atom(_rows_first(tensors.k)),
-            *boxes.v.atom(_rows_first(tensors.v)),
+            *boxes.q.atom(by_query(tensors.q, self.spec.group)),
+            *boxes.k.atom(by_key(tensors.k)),
+            *boxes.v.atom(by_key(tensors.v)),
         )
         schedule = Schedule.of(g, tensors, scalars)
         grid = cutlass.max(cutlass.min(scalars.num_ctas // g.ctas, schedule.total), 1) * g.ctas
@@ -289,22 +289,6 @@ def _loads(tma: TmaOperands, boxes: Loads) -> Loads:
         k=(tma.k_atom, tma.k, boxes.k),
         v=(tma.v_atom, tma.v, boxes.v),
     )
-
-
-def _queries(q, group: int):
-    """(b, s, h, d) or (total, h, d) as (d, group, rows, h / group[, b])."""
-    rank = len(q.shape)
-    shape, stride = q.shape[rank - 3 :], q.stride[rank - 3 :]
-    shape = (shape[2], group, shape[0], shape[1] // group, *q.shape[: rank - 3])
-    stride = (1, stride[1], stride[0], stride[1] * group, *q.stride[: rank - 3])
-    return cute.make_tensor(q.iterator, cute.make_layout(shape, stride=stride))
-
-
-def _rows_first(x):
-    """(b, s, h, d), (pages, page_size, h, d) or (total, h, d) as (d, rows, h[, b or page])."""
-    rank = len(x.shape)
-    order = (rank - 1, rank - 3, rank - 2, *range(rank - 3))
-    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=list(order)))
 
 
 def _strided(layout, slot: int):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import ClassVar
 
-from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
 from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
 
 # CUDA programming guide, technical specifications of compute capability 10.0.
@@ -38,9 +39,6 @@ PAIRS_BY_FMA = 20
 
 # Two score tiles are in flight: one per query tile, or of successive key tiles.
 S_SLOTS = 2
-TOKEN_SCALE_SLOTS = 2  # key tiles whose per-token scales are in shared memory
-K_FACTOR, V_LOG2, V_INVERSE = range(3)  # the numbers of a key there: see token_scales.py
-TOKEN_SCALE_KINDS = 3
 
 VECTOR = 16  # bytes of a global store: the most that a thread can make at once
 
@@ -63,23 +61,13 @@ _ONE_TILE = Registers(softmax=232, correction=128, others=128, idle=24)
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(ForwardGeometry):
     """What the spec implies."""
 
     spec: Sm100Spec
 
-    @property
-    def element(self) -> int:
-        """Bytes of an element of q, k and v."""
-        return FORMATS[self.spec.traits.q_format].bits // 8
-
-    @property
-    def head_dim(self) -> int:
-        return self.spec.traits.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.spec.traits.head_dim_v
+    tile_m: ClassVar[int] = TILE
+    tile_n: ClassVar[int] = TILE
 
     @property
     def q_stage(self) -> int:
@@ -103,27 +91,6 @@ class Geometry:
         return (stage, tile) if self.q_stage == 2 else (tile % S_SLOTS, tile // S_SLOTS)
 
     @property
-    def tokens(self) -> int:
-        """Query tokens of a tile; each has `group` rows. Rows beyond tokens * group are unused."""
-        return TILE // self.spec.group
-
-    @property
-    def rows(self) -> int:
-        """Rows of a query tile that are used."""
-        return self.tokens * self.spec.group
-
-    @property
-    def unit_tokens(self) -> int:
-        """Query tokens of a unit of work, all CTAs' that share it."""
-        return self.q_stage * self.ctas * self.tokens
-
-    def chunk(self, head_dim: int) -> int:
-        """Elements of a row that lie together in shared memory: one swizzle row."""
-        row = head_dim * self.element
-        width = next(w for w in (128, 64, 32) if row % w == 0)
-        return width // self.element
-
-    @property
     def ctas(self) -> int:
         """CTAs that work together."""
         return 2 if self.spec.pair else 1
@@ -138,11 +105,6 @@ class Geometry:
         """Columns of a V tile that a CTA holds."""
         return self.head_dim_v // self.ctas
 
-    def key_rows(self, tile: int) -> int:
-        """Keys of one TMA box of a tile of so many: all, or a page where pages are smaller."""
-        page_size = self.spec.page_size
-        return tile if page_size is None else min(tile, page_size)
-
     @property
     def q_bytes(self) -> int:
         return TILE * self.head_dim * self.element
@@ -156,10 +118,6 @@ class Geometry:
     def staging_bytes(self) -> int:
         """Each correction warp turns 32 pieces of rows from row-per-thread to coalesced."""
         return CORRECTION_WARPS * WARP * _STAGING_ROW
-
-    @property
-    def out_element(self) -> int:
-        return FORMATS[self.spec.out_format].bits // 8
 
     @property
     def staging_columns(self) -> int:
@@ -199,8 +157,3 @@ class Geometry:
         P is 0 there, but 0 * NaN is not. TMA fills with zeros what lies past a dense tensor.
         """
         return self.spec.traits.kv_layout != "dense" or self.spec.traits.seqused_k
-
-    @property
-    def scales_per_token(self) -> bool:
-        traits = self.spec.traits
-        return any(d is not None and d.per_token for d in (traits.k_descale, traits.v_descale))

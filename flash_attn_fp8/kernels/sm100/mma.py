@@ -16,10 +16,11 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import tcgen05
 
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.schedule import each_unit
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import arrive, commit, k_use, v_use
+from flash_attn_fp8.kernels.sm100.barriers import commit, k_use, v_use
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.specs import TILE
 
 

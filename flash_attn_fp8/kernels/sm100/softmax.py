@@ -11,7 +11,6 @@ warps through shared memory. docs/numerics.md derives the formulas.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
-from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import (
     SUM_SCALE,
@@ -30,19 +28,20 @@ from flash_attn_fp8.kernels.encode import (
     sum_of_16bit,
     sum_of_fp8,
 )
-from flash_attn_fp8.kernels.online import capped, log_add_exp, raised
-from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import arrive, arrive_at_leader
-from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import K_FACTOR, PAIRS_BY_FMA, V_INVERSE, V_LOG2
-from flash_attn_fp8.kernels.sm100.scales import (
+from flash_attn_fp8.kernels.forward.finish import finish, nothing_seen, write_lse
+from flash_attn_fp8.kernels.forward.geometry import K_FACTOR, V_INVERSE, V_LOG2
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.scales import (
     is_uniform,
-    output_factor,
     per_token,
     row_factor,
 )
-from flash_attn_fp8.kernels.sm100.schedule import Work, each_unit, part_of
-from flash_attn_fp8.policy import LN2, LOG2E
+from flash_attn_fp8.kernels.forward.schedule import Work, each_unit
+from flash_attn_fp8.kernels.online import capped, raised
+from flash_attn_fp8.kernels.sm100 import tensor_memory
+from flash_attn_fp8.kernels.sm100.barriers import arrive_at_leader
+from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
 from flash_attn_fp8.specs import TILE
 
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
@@ -73,21 +72,16 @@ def _unit(ctx, at: cutlass.Constexpr, work, units: Int32, tiles: Int32):
     token, head, _ = ctx.schedule.query(work, stage, thread)
     row = Row(tmem, work, stage, thread, row_factor(ctx, work, token, head))
     state = _key_tiles(ctx, row, tiles)
-    normalizer, lse = _finish(ctx, work, head, state)
+    normalizer, lse = finish(ctx, work, head, state)
     _send(ctx, stage, thread, tiles + work.tiles - 1, normalizer)
-    _write_lse(ctx, work, stage, thread, lse)
+    write_lse(ctx, work, stage, thread, lse)
 
 
 @cute.jit
 def _without_keys(ctx, stage, thread, work):
     _, head, _ = ctx.schedule.query(work, stage, thread)
-    _, lse = _finish(ctx, work, head, _nothing_seen())
-    _write_lse(ctx, work, stage, thread, lse)
-
-
-def _nothing_seen():
-    """(row_max, row_sum, row_sum_quantized) before the first tile."""
-    return Float32(NEG_INF), Float32(0.0), Float32(0.0)
+    _, lse = finish(ctx, work, head, nothing_seen())
+    write_lse(ctx, work, stage, thread, lse)
 
 
 @cute.jit
@@ -97,7 +91,7 @@ def _key_tiles(ctx, row, tiles):
     Those that some row of the query tile sees in part, then those that all rows see whole, whose
     code has no mask; with a bound on the left, again some that are seen in part.
     """
-    row_max, row_sum, row_sum_quantized = _nothing_seen()
+    row_max, row_sum, row_sum_quantized = nothing_seen()
     work = row.work
     n_left, n_right = ctx.schedule.whole_tiles(work, row.stage)
     tile = tiles
@@ -301,48 +295,3 @@ def _send(ctx, stage, thread, message, value):
     ctx.barriers.scale_empty.wait_previous(stage, message)
     ctx.buffers.row_scale[thread, stage] = value
     arrive(ctx.barriers.scale_full.at(stage))
-
-
-@cute.jit
-def _finish(ctx, work, head, state):
-    """(what normalises the output, LSE). A row without keys: 0 and -inf, or the sink's share."""
-    row_max, row_sum, row_sum_quantized = state
-    # P of a row that has met an infinite score is 0 or NaN, by the pipe that made it: all is NaN.
-    row_max = select(row_max == Float32.inf, Float32(math.nan), row_max)
-    row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
-    row_sum = select(row_max == row_max, row_sum, row_max)
-    offset = ctx.traits.policy.max_offset
-    total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
-    top = select(row_max == NEG_INF, Float32(0.0), row_max)
-    lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
-    rescale = Float32(1.0)
-    if const_expr(ctx.traits.sink):
-        # Of the splits, the first one counts the sink.
-        logit = Float32(ctx.tensors.sink[head])
-        if const_expr(ctx.geometry.spec.split):
-            logit = select(work.split == 0, logit, NEG_INF)
-        lse = log_add_exp(lse, logit)
-        # A sink of infinity takes all weight; of NaN, all is NaN.
-        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
-        highest = cute.arch.fmax(row_max, sink)
-        top = select(highest == NEG_INF, Float32(0.0), highest)
-        rescale = cute.math.exp2(row_max - top, fastmath=True)
-        total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
-    inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
-    inverse = select(total == total, inverse, total)  # NaN comes out as NaN
-    # A row without keys is 0 whatever its sink is, as in a unit of work without keys.
-    inverse = select(row_max == NEG_INF, Float32(0.0), inverse)
-    return rescale * inverse * output_factor(ctx, work), lse
-
-
-@cute.jit
-def _write_lse(ctx, work, stage, thread, lse):
-    if const_expr(ctx.geometry.spec.writes_lse):
-        token, head, exists = ctx.schedule.query(work, stage, thread)
-        if exists:
-            lse = select(token < work.seqlen_q, lse, NEG_INF)
-            target = part_of(ctx, ctx.tensors.lse, work.split)
-            if const_expr(ctx.traits.q_layout == "varlen"):
-                target[head, work.offset_q + token] = lse
-            else:
-                target[work.batch, head, token] = lse

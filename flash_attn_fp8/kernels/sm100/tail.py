@@ -14,9 +14,10 @@ from functools import partial
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash_attn_fp8.kernels.sm100.barriers import arrive, v_use
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.schedule import each_unit
+from flash_attn_fp8.kernels.sm100.barriers import v_use
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.schedule import each_unit
 from flash_attn_fp8.kernels.sm100.shared_memory import zero_rows
 from flash_attn_fp8.specs import TILE, WARP
 

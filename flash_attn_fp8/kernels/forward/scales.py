@@ -10,7 +10,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
-from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.policy import LOG2E
 
 # A factor of 0 would make NaN of a masked score; this one leaves every score 0 as well.

@@ -15,9 +15,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass import select_ as select
 
-from flash_attn_fp8.kernels.sm100.geometry import Geometry
-from flash_attn_fp8.kernels.sm100.operands import Scalars, Tensors
-from flash_attn_fp8.specs import TILE
+from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
+from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
 
 
 class Work(NamedTuple):
@@ -55,7 +54,7 @@ class Schedule:
     `rank`: which CTA of a pair this is; both work on the same units.
     """
 
-    geometry: Geometry
+    geometry: ForwardGeometry
     tensors: Tensors
     scalars: Scalars
     heads: Int32
@@ -65,7 +64,7 @@ class Schedule:
     rank: Int32
 
     @classmethod
-    def of(cls, geometry: Geometry, tensors: Tensors, scalars: Scalars, rank=0) -> Schedule:
+    def of(cls, geometry: ForwardGeometry, tensors: Tensors, scalars: Scalars, rank=0) -> Schedule:
         dense = geometry.spec.traits.q_layout == "dense"
         heads = tensors.q.shape[2 if dense else 1] // geometry.spec.group
         batch = tensors.q.shape[0] if dense else tensors.cu_seqlens_q.shape[0] - 1
@@ -161,7 +160,8 @@ class Schedule:
         last = cutlass.min(token + self.geometry.unit_tokens, seqlen_q) - 1
         lo, _ = self._band(token, seqlen_q, seqlen_k)
         _, hi = self._band(last, seqlen_q, seqlen_k)
-        n_min, n_max = lo // TILE, cute.ceil_div(cutlass.max(hi, 0), TILE)
+        n_min = lo // self.geometry.tile_n
+        n_max = cute.ceil_div(cutlass.max(hi, 0), self.geometry.tile_n)
         if const_expr(self.spec.split):
             tiles = self._tiles_per_split(seqlen_k)
             n_min = cutlass.max(n_min, split * tiles)
@@ -171,8 +171,9 @@ class Schedule:
         return n_min, cutlass.max(n_max, n_min)
 
     def _tiles_per_split(self, seqlen_k):
-        equal = cute.ceil_div(cute.ceil_div(seqlen_k, TILE), self.scalars.num_splits)
-        given = self.scalars.keys_per_split // TILE
+        tile_n = self.geometry.tile_n
+        equal = cute.ceil_div(cute.ceil_div(seqlen_k, tile_n), self.scalars.num_splits)
+        given = self.scalars.keys_per_split // tile_n
         return select(given > 0, given, equal)
 
     def visible(self, token, work):
@@ -193,8 +194,9 @@ class Schedule:
         first = work.token + self.row_tile(stage) * self.geometry.tokens
         _, right = self.visible(first, work)
         left, _ = self.visible(first + self.geometry.tokens - 1, work)
-        n_right = cutlass.min(cutlass.max(right // TILE, work.n_min), work.n_max)
-        n_left = cutlass.min(cutlass.max(cute.ceil_div(left, TILE), work.n_min), n_right)
+        tile_n = self.geometry.tile_n
+        n_right = cutlass.min(cutlass.max(right // tile_n, work.n_min), work.n_max)
+        n_left = cutlass.min(cutlass.max(cute.ceil_div(left, tile_n), work.n_min), n_right)
         return n_left, n_right
 
     def query(self, work, stage, row):
@@ -203,7 +205,7 @@ class Schedule:
         token = work.token + self.row_tile(stage) * g.tokens + row // g.spec.group
         head = work.head * g.spec.group + row % g.spec.group
         exists = token < work.extent_q
-        if const_expr(g.rows < TILE):
+        if const_expr(g.rows < g.tile_m):
             exists = exists & (row < g.rows)
         return token, head, exists
 

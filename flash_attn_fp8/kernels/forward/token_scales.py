@@ -16,12 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from flash_attn_fp8.kernels.sm100.barriers import arrive
-from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import K_FACTOR, V_INVERSE, V_LOG2
-from flash_attn_fp8.kernels.sm100.scales import is_uniform, per_token, row_factor
-from flash_attn_fp8.kernels.sm100.schedule import each_unit
-from flash_attn_fp8.specs import TILE, WARP
+from flash_attn_fp8.kernels.forward.context import Context
+from flash_attn_fp8.kernels.forward.geometry import K_FACTOR, V_INVERSE, V_LOG2
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.scales import is_uniform, per_token, row_factor
+from flash_attn_fp8.kernels.forward.schedule import each_unit
+from flash_attn_fp8.specs import WARP
 
 
 @cute.jit
@@ -39,7 +39,7 @@ def _unit(ctx: Context, work, units: Int32, tiles: Int32):
     for i in cutlass.range(work.tiles, unroll=1):
         use = tiles + i
         ring.wait_empty(use)
-        for key in cutlass.range_constexpr(0, TILE, WARP):
+        for key in cutlass.range_constexpr(0, ctx.geometry.tile_n, WARP):
             _key(ctx, work, work.n_max - 1 - i, key + cute.arch.lane_idx(), use, factor)
         arrive(ring.full(use))
 
@@ -49,7 +49,7 @@ def _key(ctx: Context, work, n_block: Int32, column: Int32, use: Int32, factor: 
     """The numbers of key `column` of a tile. Keys past the sequence get 1: nothing is theirs."""
     traits, t = ctx.traits, ctx.tensors
     shared = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(use)]
-    key = n_block * TILE + column
+    key = n_block * ctx.geometry.tile_n + column
     if const_expr(per_token(traits.k_descale)):
         k_scale = Float32(1.0)
         if key < work.seqlen_k:

@@ -1,0 +1,39 @@
+"""What every role of a forward kernel is handed.
+
+Frozen: CuTe DSL carries what a branch or a loop may change as run-time values, and takes an object
+whose method is called there to be changed, unless its class is a frozen dataclass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32
+
+from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
+from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.forward.schedule import Schedule
+from flash_attn_fp8.problem import Traits
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tensors, buffers, barriers; the units of work of this CTA: first, first + stride, ...
+
+    `buffers` and `barriers` are the kernel's own records; token scales have their place in both.
+    """
+
+    geometry: ForwardGeometry
+    out_dtype: Any
+    tensors: Tensors
+    scalars: Scalars
+    schedule: Schedule
+    buffers: Any
+    barriers: Any
+    first: Int32
+    stride: Int32
+
+    @property
+    def traits(self) -> Traits:
+        return self.geometry.spec.traits

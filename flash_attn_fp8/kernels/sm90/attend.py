@@ -1,0 +1,245 @@
+"""The consumer warpgroups: S = Q K^T, softmax, O = O * rescale + P V, 64 query rows each.
+
+A tile's P V and the next tile's Q K^T run on the tensor core while this one's softmax runs: P of tile
+i is multiplied after S of tile i + 1 was asked for. P V does not add to O there: Hopper's fp8 tensor
+cores keep 13 fraction bits of a sum, so a tile's product begins at 0, and is added to O in fp32, which
+also rescales O, for one FMA an element (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.forward.context import Context
+from flash_attn_fp8.kernels.forward.finish import finish, nothing_seen, write_lse
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.schedule import each_unit
+from flash_attn_fp8.kernels.sm90.context import Products
+from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
+from flash_attn_fp8.kernels.sm90.output import store
+from flash_attn_fp8.kernels.sm90.softmax import Rows, encode, softmax
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a warpgroup multiplies: descriptors of shared memory, and registers.
+
+    A lane has two rows of S, P and O: `s` is numbered (e, row, i) for key 8i + 2q + e, where q is
+    the lane's number in its quad; `pv` and `o` so for columns. `rescale`: a factor for each row.
+    """
+
+    products: Products
+    q: Any
+    k: Any
+    v: Any
+    s: Any
+    p: Any
+    pv: Any
+    o: Any
+    rescale: Any
+    pv_rescale: Any
+
+    @classmethod
+    def of(cls, ctx: Context, products: Products) -> Tiles:
+        g, b = ctx.geometry, ctx.buffers
+        # A slice of the warpgroup as a whole: its descriptors have no part of a lane.
+        qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)
+        shape_o = products.pv.partition_shape_C((ROWS, g.v_rows))
+        return cls(
+            products,
+            q=products.qk.make_fragment_A(qk.partition_A(_shared(b.q, products.q_layout))),
+            k=products.qk.make_fragment_B(qk.partition_B(_shared(b.k, products.k_layout))),
+            v=products.pv.make_fragment_B(pv.partition_B(_shared(b.v, products.v_layout))),
+            s=cute.make_rmem_tensor(products.qk.partition_shape_C((ROWS, g.tile_n)), Float32),
+            p=cute.make_rmem_tensor(
+                products.pv.partition_shape_A((ROWS, g.tile_n)), DTYPES[ctx.traits.policy.p_format]
+            ),
+            pv=cute.make_rmem_tensor(shape_o, Float32),
+            o=cute.make_rmem_tensor(shape_o, Float32),
+            rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
+            pv_rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
+        )
+
+    @property
+    def p_words(self):
+        """P as 32-bit words, numbered (row, half, step)."""
+        words = cute.size(self.p) * self.p.element_type.width // 32
+        return cute.make_tensor(
+            cute.recast_ptr(self.p.iterator, dtype=Uint32), cute.make_layout(words)
+        )
+
+
+def _shared(pointer, layout):
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
+
+
+@cute.jit
+def attend_role(ctx: Context, products: Products, stage: Int32):
+    """Rows of query tile `stage` of one unit of work after another."""
+    _begin_turns(ctx, stage)
+    each_unit(ctx, partial(_unit, ctx, products, stage), partial(_without_keys, ctx, stage))
+    _end_turns(ctx, stage)
+
+
+@cute.jit
+def _unit(ctx, products: cutlass.Constexpr, stage, work, units: Int32, tiles: Int32):
+    t = Tiles.of(ctx, products)
+    rows = Rows.of(ctx, work, stage)
+    t.o.fill(0.0)
+    t.pv.fill(0.0)
+    t.pv_rescale.fill(1.0)
+    ctx.barriers.q.wait_full(units * ctx.geometry.q_stage + stage)
+    _key_tiles(ctx, t, rows, tiles)
+    arrive(ctx.barriers.q.empty(units * ctx.geometry.q_stage + stage))
+    _last_values(ctx, t, tiles + work.tiles - 1)
+    normalizers = [_finish(ctx, t, rows, r) for r in range(2)]
+    store(ctx, rows, t.o, normalizers)
+
+
+@cute.jit
+def _without_keys(ctx, stage, work):
+    rows = Rows.of(ctx, work, stage)
+    for r in cutlass.range_constexpr(2):
+        _, lse = finish(ctx, work, rows.head(r), nothing_seen())
+        _write_lse(ctx, rows, r, lse)
+    store(ctx, rows, None, None)
+
+
+@cute.jit
+def _key_tiles(ctx, t, rows, tiles):
+    """All key tiles of the rows, right to left; P of the last one is not multiplied yet.
+
+    Those that some row sees in part, then those that all rows see whole, whose code has no mask;
+    with a bound on the left, again some that are seen in part.
+    """
+    work = rows.work
+    n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
+    _first_scores(ctx, t, rows, tiles)
+    # The first tile is done, with a mask, whether it needs it or not.
+    n_right = cutlass.min(n_right, work.n_max - 1)
+    n_left = cutlass.min(n_left, n_right)
+    for i in cutlass.range(1, work.n_max - n_right, unroll=1):
+        _step(ctx, t, rows, tiles, i, True)
+    for i in cutlass.range(work.n_max - n_right, work.n_max - n_left, unroll=1):
+        _step(ctx, t, rows, tiles, i, False)
+    if const_expr(ctx.traits.bounded_left):
+        for i in cutlass.range(work.n_max - n_left, work.tiles, unroll=1):
+            _step(ctx, t, rows, tiles, i, True)
+
+
+@cute.jit
+def _first_scores(ctx, t, rows, tiles):
+    k = ctx.barriers.k
+    k.wait_full(tiles)
+    _multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tiles))
+    warpgroup.wait_group(0)
+    arrive(k.empty(tiles))
+    softmax(ctx, rows, t.s, t.rescale, tiles, Int32(0), True)
+    encode(ctx, t.s, t.p_words)
+
+
+@cute.jit
+def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
+    """Scores and P of tile `i`, while P V of the tile before is made; then that one is added."""
+    k, v, tile = ctx.barriers.k, ctx.barriers.v, tiles + i
+    k.wait_full(tile)
+    _await_turn(ctx, rows.stage)
+    _multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tile))
+    _add(t)
+    v.wait_full(tile - 1)
+    _multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile - 1))
+    _pass_turn(ctx, rows.stage)
+    warpgroup.wait_group(1)
+    arrive(k.empty(tile))
+    softmax(ctx, rows, t.s, t.rescale, tile, i, masked)
+    warpgroup.wait_group(0)
+    arrive(v.empty(tile - 1))
+    # Not before: registers that a wgmma reads must not change from its start to its end.
+    encode(ctx, t.s, t.p_words)
+
+
+@cute.jit
+def _last_values(ctx, t, tile):
+    v = ctx.barriers.v
+    _add(t)
+    v.wait_full(tile)
+    _multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile))
+    warpgroup.wait_group(0)
+    arrive(v.empty(tile))
+    _add(t)
+
+
+@cute.jit
+def _multiply(mma: cute.TiledMma, acc, a, b, slot):
+    """Start acc = a b, as a group of its own."""
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, slot], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def _begin_turns(ctx, stage: Int32):
+    """Warpgroups take turns to issue, so that one's softmax runs beside the other's products."""
+    if const_expr(ctx.geometry.takes_turns):
+        if stage == ctx.geometry.q_stage - 1:
+            _pass_turn(ctx, stage)
+
+
+@cute.jit
+def _end_turns(ctx, stage: Int32):
+    if const_expr(ctx.geometry.takes_turns):
+        if stage == 0:
+            _await_turn(ctx, stage)
+
+
+@cute.jit
+def _await_turn(ctx, stage: Int32):
+    if const_expr(ctx.geometry.takes_turns):
+        cute.arch.barrier(barrier_id=1 + stage, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def _pass_turn(ctx, stage: Int32):
+    if const_expr(ctx.geometry.takes_turns):
+        following = (stage + 1) % ctx.geometry.q_stage
+        cute.arch.barrier_arrive(barrier_id=1 + following, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def _add(t):
+    """O = O * rescale + P V, in fp32; then what belongs to P is about to belong to P V."""
+    for i in cutlass.range_constexpr(cute.size(t.o)):
+        t.o[i] = t.o[i] * t.pv_rescale[i // 2 % 2] + t.pv[i]
+    for r in cutlass.range_constexpr(2):
+        t.pv_rescale[r] = t.rescale[r]
+
+
+@cute.jit
+def _finish(ctx, t, rows, r: cutlass.Constexpr):
+    """What normalises row `r` of a lane; its LSE is written."""
+    g = ctx.geometry
+    row_sum = rows.sum_of_quad(r)
+    quantized = row_sum
+    if const_expr(g.sums_by_mma):
+        quantized = t.o[2 * r + ROWS * g.head_dim_v // WARPGROUP]
+    state = rows.row_max[r], row_sum, quantized
+    normalizer, lse = finish(ctx, rows.work, rows.head(r), state)
+    _write_lse(ctx, rows, r, lse)
+    return normalizer
+
+
+@cute.jit
+def _write_lse(ctx, rows, r: cutlass.Constexpr, lse):
+    if const_expr(ctx.geometry.spec.writes_lse):
+        if rows.lane % 4 == 0:
+            write_lse(ctx, rows.work, rows.stage, rows.row(r), lse)

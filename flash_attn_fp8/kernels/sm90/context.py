@@ -1,0 +1,86 @@
+"""Buffers and products of the SM90 kernel. `Context` is that of all forward kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.sm90.geometry import ROWS, Geometry
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory: pointers to rings of tiles, and a small tensor."""
+
+    q: cute.Pointer
+    k: cute.Pointer
+    v: cute.Pointer
+    token_scale: cute.Tensor  # (key, kind, slot): see token_scales.py
+
+
+@dataclass(frozen=True)
+class Products:
+    """The two products of a warpgroup, and the layouts of their operands in shared memory.
+
+    `qk` and `pv` are made anew at each use: whether a product adds to its accumulator is a value
+    that they hold, and one set inside a loop does not exist outside.
+    """
+
+    geometry: Geometry
+
+    @property
+    def _dtype(self):
+        return DTYPES[self.geometry.spec.traits.q_format]
+
+    @property
+    def qk(self) -> cute.TiledMma:
+        k_major, shape = OperandMajorMode.K, (ROWS, self.geometry.tile_n)
+        d = self._dtype
+        return hopper.make_trivial_tiled_mma(d, d, k_major, k_major, Float32, (1, 1, 1), shape)
+
+    @property
+    def pv(self) -> cute.TiledMma:
+        g, d = self.geometry, self._dtype
+        v_major = OperandMajorMode.K if g.transposes_v else OperandMajorMode.MN
+        return hopper.make_trivial_tiled_mma(
+            *(d, d, OperandMajorMode.K, v_major, Float32, (1, 1, 1), (ROWS, g.v_rows)),
+            a_source=warpgroup.OperandSource.RMEM,
+        )
+
+    @property
+    def q_layout(self) -> cute.ComposedLayout:
+        g = self.geometry
+        return _rows(self._dtype, (ROWS, g.head_dim, g.q_stage))
+
+    @property
+    def k_layout(self) -> cute.ComposedLayout:
+        g = self.geometry
+        return _rows(self._dtype, (g.tile_n, g.head_dim, g.stages))
+
+    @property
+    def v_layout(self) -> cute.ComposedLayout:
+        g = self.geometry
+        shape = g.v_rows, g.tile_n, g.stages
+        return _rows(self._dtype, shape) if g.transposes_v else _columns(self._dtype, shape)
+
+
+def _atom(dtype, width: int, major: str):
+    """The swizzled atom of rows of `width` elements: the widest that divides them."""
+    size = next(w for w in (128, 64, 32) if width * dtype.width // 8 % w == 0)
+    kind = getattr(warpgroup.SmemLayoutAtomKind, f"{major}_SW{size}")
+    return warpgroup.make_smem_layout_atom(kind, dtype)
+
+
+def _rows(dtype, shape):
+    """(row, element, slot) K-major: columns of swizzled chunks, as `forward/boxes.py` fills them."""
+    return cute.tile_to_shape(_atom(dtype, shape[1], "K"), shape, order=(0, 1, 2))
+
+
+def _columns(dtype, shape):
+    """(element, row, slot) of the same bytes, MN-major."""
+    return cute.tile_to_shape(_atom(dtype, shape[0], "MN"), shape, order=(1, 0, 2))

@@ -1,0 +1,107 @@
+"""Sizes of the SM90 forward kernel: tiles, buffers, registers. No compiler needed.
+
+Everything that two roles must agree on is computed here, once, from the spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
+from flash_attn_fp8.specs import TILE, WARP, Sm90Spec
+
+# CUDA programming guide, technical specifications of compute capability 9.0.
+SHARED_MEMORY = 227 * 1024
+WARPGROUP = 4 * WARP
+
+# Warps of the first warpgroup, by role; the consumers are the warpgroups after it.
+LOAD_WARP = 0
+SCALE_WARP = 1
+TAIL_WARP = 2
+FILL_WARP = 3
+
+ROWS = 64  # of a wgmma: the query rows of a warpgroup
+SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
+V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
+
+_MISCELLANY = 6 * 1024  # barriers, per-token scales, alignment
+
+
+@dataclass(frozen=True)
+class Geometry(ForwardGeometry):
+    """What the spec implies."""
+
+    spec: Sm90Spec
+
+    tile_m: ClassVar[int] = ROWS
+    tile_n: ClassVar[int] = TILE
+
+    @property
+    def q_stage(self) -> int:
+        """Consumer warpgroups, each with a query tile of its own."""
+        return 2
+
+    @property
+    def threads(self) -> int:
+        return (1 + self.q_stage) * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the first warpgroup, and of a consumer: 512 in all at the most."""
+        return 24, 240
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.element == 1
+
+    @property
+    def transposes_v(self) -> bool:
+        """Whether V comes transposed from the kernel before: wgmma reads fp8 K-major only."""
+        return self.is_fp8
+
+    @property
+    def sums_by_mma(self) -> bool:
+        """Whether columns of ones beside V's sum up P as it was rounded."""
+        return self.transposes_v and not self.spec.traits.exact_row_sum
+
+    @property
+    def v_rows(self) -> int:
+        """Columns of the product P V: V's, and ones."""
+        return self.head_dim_v + (SUM_COLUMNS if self.sums_by_mma else 0)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether warpgroups take turns to issue products (docs/kernel_sm90.md has both ways' times).
+
+        Not where the exponential unit is the limit: it would idle at the end of each turn.
+        """
+        return not self.is_fp8 or self.spec.traits.policy.exp2 != "exact"
+
+    @property
+    def q_bytes(self) -> int:
+        return ROWS * self.head_dim * self.element
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile_n * self.head_dim * self.element
+
+    @property
+    def v_bytes(self) -> int:
+        """A tile of V: whole swizzle atoms of 8 rows."""
+        return self.tile_n * self.v_rows * self.element
+
+    @property
+    def stages(self) -> int:
+        """Tiles of K, and of V, in shared memory."""
+        left = SHARED_MEMORY - _MISCELLANY - self.q_stage * self.q_bytes
+        return min(left // (self.k_bytes + self.v_bytes), 4)
+
+    @property
+    def cleans_tail(self) -> bool:
+        """Whether V rows past a sequence's end can hold anything: then they are zeroed.
+
+        P is 0 there, but 0 * NaN is not. What transposes V writes zeros there.
+        """
+        partly = self.spec.traits.kv_layout != "dense" or self.spec.traits.seqused_k
+        return partly and not self.transposes_v

@@ -1,0 +1,247 @@
+"""Online softmax of two rows a lane, as wgmma leaves them in registers; P as codes.
+
+With x the score in log2 units, m the running maximum (it may lag by the policy's threshold) and
+offset the policy's max_offset,
+
+    P = 2 ** (x - m + offset),    l += sum P.
+
+The sum of P as it was rounded comes from columns of ones beside V's (`geometry.sums_by_mma`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass import select_ as select
+
+from flash_attn_fp8.kernels.dtypes import NEG_INF
+from flash_attn_fp8.kernels.encode import CODE, packed, packed_codes, whole_codes
+from flash_attn_fp8.kernels.forward.context import Context
+from flash_attn_fp8.kernels.forward.geometry import K_FACTOR, V_INVERSE, V_LOG2
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.forward.scales import is_uniform, per_token, row_factor
+from flash_attn_fp8.kernels.forward.schedule import Work
+from flash_attn_fp8.kernels.online import capped, raised
+from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
+from flash_attn_fp8.specs import WARP
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The two rows of a lane in a unit of work: 8 apart, shared with the other lanes of its quad."""
+
+    ctx: Context
+    work: Work
+    stage: Int32
+    lane: Int32
+    first: Int32
+    factor: Any
+    row_max: Any
+    row_sum: Any
+
+    @classmethod
+    def of(cls, ctx: Context, work: Work, stage) -> Rows:
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        lane = thread % WARP
+        first = thread // WARP * 16 + lane // 4
+        factor, row_max, row_sum = (
+            cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(3)
+        )
+        row_max.fill(NEG_INF)
+        row_sum.fill(0.0)
+        rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum)
+        for r in range(2):
+            token, head, _ = ctx.schedule.query(work, stage, rows.row(r))
+            factor[r] = row_factor(ctx, work, token, head)
+        return rows
+
+    def row(self, r: int):
+        """Number of row `r` in the query tile."""
+        return self.first + 8 * r
+
+    def head(self, r: int):
+        """The query head of row `r`."""
+        return self.ctx.schedule.query(self.work, self.stage, self.row(r))[1]
+
+    def sum_of_quad(self, r: int):
+        """The row's sum: each lane of the quad has a quarter."""
+        return _over_quad(self.row_sum[r], lambda a, b: a + b)
+
+
+def _over_quad(x, op):
+    for step in (1, 2):
+        x = op(x, cute.arch.shuffle_sync_bfly(x, offset=step))
+    return x
+
+
+@cute.jit
+def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Constexpr):
+    """Scores of key tile `i` of the rows, number `tile` of the launch, become P, not rounded yet."""
+    g, policy = ctx.geometry, ctx.traits.policy
+    fmt = policy.format
+    scales = None
+    if const_expr(g.scales_per_token):
+        ctx.barriers.token_scales.wait_full(tile)
+        scales = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(tile)]
+    _to_log2(ctx, rows, s, scales)
+    if const_expr(masked):
+        _mask(ctx, rows, s, rows.work.n_max - 1 - i)
+    tops = _maxima(s, masked)
+    for r in cutlass.range_constexpr(2):
+        factor = rows.factor[r] if const_expr(_is_plain(ctx)) else Float32(1.0)
+        top = tops[r] * factor
+        if const_expr(policy.exp2 == "code"):
+            top = whole_codes(top, fmt)
+        row_max, rescale[r] = raised(policy, rows.row_max[r], top)
+        rows.row_max[r] = row_max
+        finite = select(row_max == NEG_INF, Float32(0.0), row_max)
+        if const_expr(policy.exp2 == "code"):
+            _codes(s, r, fmt, factor, policy.code_offset(fmt) - finite)
+        else:
+            shift = Float32(policy.max_offset) - finite
+            for j in cutlass.range_constexpr(cute.size(s) // 4):
+                for e in cutlass.range_constexpr(2):
+                    at = e + 2 * r + 4 * j
+                    s[at] = cute.math.exp2(s[at] * factor + shift, fastmath=True)
+            if const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse or not g.sums_by_mma):
+                rows.row_sum[r] = rows.row_sum[r] * rescale[r] + _sum(ctx, rows, s, r, scales)
+    if const_expr(g.scales_per_token):
+        arrive(ctx.barriers.token_scales.empty(tile))
+
+
+def _is_plain(ctx) -> bool:
+    """Whether x is the score times the row's factor."""
+    return not (ctx.geometry.scales_per_token or ctx.traits.softcap)
+
+
+@cute.jit
+def _to_log2(ctx, rows, s, scales):
+    """Scores that are no plain multiple of x become x, in place."""
+    traits = ctx.traits
+    if const_expr(not _is_plain(ctx)):
+        for i in cutlass.range_constexpr(cute.size(s)):
+            factor = rows.factor[i // 2 % 2]
+            x, column = s[i], _column(rows, i)
+            if const_expr(per_token(traits.k_descale)):
+                x = x * (factor if const_expr(not is_uniform(ctx)) else Float32(1.0))
+                factor = scales[column, K_FACTOR]
+            if const_expr(traits.softcap):
+                x = capped(x * factor, ctx.scalars.softcap)
+                factor = Float32(1.0)
+            if const_expr(per_token(traits.v_descale)):
+                x = x * factor + scales[column, V_LOG2]
+            else:
+                x = x * factor
+            s[i] = x
+
+
+def _column(rows, i: int):
+    """The key of a lane's score number `i`, in its tile."""
+    return i // 4 * 8 + i % 2 + rows.lane % 4 * 2
+
+
+@cute.jit
+def _mask(ctx, rows, s, n_block):
+    """Keys that a row does not see become -inf."""
+    for r in cutlass.range_constexpr(2):
+        token, _, _ = ctx.schedule.query(rows.work, rows.stage, rows.row(r))
+        lo, hi = ctx.schedule.visible(token, rows.work)
+        first = n_block * ctx.geometry.tile_n + rows.lane % 4 * 2
+        from_key, to_key = lo - first, hi - first
+        for j in cutlass.range_constexpr(cute.size(s) // 4):
+            for e in cutlass.range_constexpr(2):
+                at = e + 2 * r + 4 * j
+                visible = 8 * j + e < to_key
+                if const_expr(ctx.traits.bounded_left):
+                    visible = visible & (8 * j + e >= from_key)
+                s[at] = select(visible, s[at], NEG_INF)
+
+
+@cute.jit
+def _maxima(s, masked: cutlass.Constexpr):
+    """The maximum of each row; NaN if any score is: then the whole row becomes NaN, as it must.
+
+    Numbers of which one is positive are in the order of their bits as integers, of which the ALU
+    compares three at once, and three floats it does not.
+    """
+    if const_expr(masked):
+        return _float_maxima(s)
+    bits = [_over_quad(_integer_maximum(s, r), cutlass.max) for r in range(2)]
+    tops = tuple(x.bitcast(Float32) for x in bits)
+    if cute.arch.vote_any_sync(cutlass.min(*bits) < 0):
+        tops = _float_maxima(s)
+    return tops
+
+
+@cute.jit
+def _float_maxima(s):
+    tops = []
+    for r in cutlass.range_constexpr(2):
+        chains = [s[e + 2 * r] for e in range(2)]
+        for j in cutlass.range_constexpr(1, cute.size(s) // 4):
+            for e in cutlass.range_constexpr(2):
+                chains[e] = _fmax(chains[e], s[e + 2 * r + 4 * j])
+        tops.append(_fmax(*chains))
+    return tuple(_over_quad(top, _fmax) for top in tops)
+
+
+def _fmax(a, b):
+    return cute.arch.fmax(a, b, nan=True)
+
+
+@cute.jit
+def _integer_maximum(s, r: cutlass.Constexpr):
+    bits = [s[i].bitcast(Int32) for i in range(2 * r, cute.size(s), 4)]
+    bits += [s[i].bitcast(Int32) for i in range(2 * r + 1, cute.size(s), 4)]
+    chains = bits[:2]
+    for i in cutlass.range_constexpr(2, len(bits), 2):
+        chain = i // 2 % 2
+        chains[chain] = cutlass.max(cutlass.max(chains[chain], bits[i]), bits[i + 1])
+    return cutlass.max(*chains)
+
+
+@cute.jit
+def _sum(ctx, rows, p, r: cutlass.Constexpr, scales):
+    """Of a lane's part of a row of P, each divided by its key's V scale if that is in the exponent."""
+    sums = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(cute.size(p) // 4):
+        for e in cutlass.range_constexpr(2):
+            at = e + 2 * r + 4 * j
+            if const_expr(ctx.traits.v_scale_in_exponent):
+                sums[e] = sums[e] + p[at] * scales[_column(rows, at), V_INVERSE]
+            else:
+                sums[e] = sums[e] + p[at]
+    return sums[0] + sums[1]
+
+
+@cute.jit
+def _codes(s, r: cutlass.Constexpr, fmt: cutlass.Constexpr, factor, offset):
+    """A row of P straight from its logarithm: an fp8 code is nearly linear in log2 (numerics.md)."""
+    scale = 2**fmt.mantissa_bits * CODE
+    for j in cutlass.range_constexpr(cute.size(s) // 4):
+        for e in cutlass.range_constexpr(2):
+            at = e + 2 * r + 4 * j
+            s[at] = s[at] * (factor * scale) + (offset + fmt.exponent_bias) * scale
+
+
+@cute.jit
+def encode(ctx, p, words):
+    """P in its format, as wgmma reads its first operand: words (row, half, step).
+
+    In fp8 a word has a lane's scores of two neighbouring eights of keys, which is the order that
+    V^T has its keys in; in 16 bits, of one.
+    """
+    policy = ctx.traits.policy
+    per_word = 4 // ctx.geometry.element
+    for w in cutlass.range_constexpr(cute.size(words) // 2):
+        for r in cutlass.range_constexpr(2):
+            first = 2 * r + 4 * (per_word // 2) * w
+            values = [p[first + 4 * (n // 2) + n % 2] for n in range(per_word)]
+            if const_expr(policy.exp2 == "code"):
+                words[r + 2 * w] = packed_codes(values)
+            else:
+                words[r + 2 * w] = packed(policy.p_format, values)

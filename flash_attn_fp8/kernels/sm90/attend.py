@@ -22,7 +22,8 @@ from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.finish import finish, nothing_seen, write_lse
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.forward.schedule import each_unit
-from flash_attn_fp8.kernels.sm90.context import Products
+from flash_attn_fp8.kernels.sm90 import in_sequence
+from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 from flash_attn_fp8.kernels.sm90.output import store
 from flash_attn_fp8.kernels.sm90.softmax import Rows, encode, softmax
@@ -55,9 +56,9 @@ class Tiles:
         shape_o = products.pv.partition_shape_C((ROWS, g.v_rows))
         return cls(
             products,
-            q=products.qk.make_fragment_A(qk.partition_A(_shared(b.q, products.q_layout))),
-            k=products.qk.make_fragment_B(qk.partition_B(_shared(b.k, products.k_layout))),
-            v=products.pv.make_fragment_B(pv.partition_B(_shared(b.v, products.v_layout))),
+            q=products.qk.make_fragment_A(qk.partition_A(shared(b.q, products.q_layout))),
+            k=products.qk.make_fragment_B(qk.partition_B(shared(b.k, products.k_layout))),
+            v=products.pv.make_fragment_B(pv.partition_B(shared(b.v, products.v_layout))),
             s=cute.make_rmem_tensor(products.qk.partition_shape_C((ROWS, g.tile_n)), Float32),
             p=cute.make_rmem_tensor(
                 products.pv.partition_shape_A((ROWS, g.tile_n)), DTYPES[ctx.traits.policy.p_format]
@@ -77,10 +78,6 @@ class Tiles:
         )
 
 
-def _shared(pointer, layout):
-    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
-
-
 @cute.jit
 def attend_role(ctx: Context, products: Products, stage: Int32):
     """Rows of query tile `stage` of one unit of work after another."""
@@ -91,17 +88,20 @@ def attend_role(ctx: Context, products: Products, stage: Int32):
 
 @cute.jit
 def _unit(ctx, products: cutlass.Constexpr, stage, work, units: Int32, tiles: Int32):
-    t = Tiles.of(ctx, products)
     rows = Rows.of(ctx, work, stage)
-    t.o.fill(0.0)
-    t.pv.fill(0.0)
-    t.pv_rescale.fill(1.0)
-    ctx.barriers.q.wait_full(units * ctx.geometry.q_stage + stage)
-    _key_tiles(ctx, t, rows, tiles)
-    arrive(ctx.barriers.q.empty(units * ctx.geometry.q_stage + stage))
-    _last_values(ctx, t, tiles + work.tiles - 1)
-    normalizers = [_finish(ctx, t, rows, r) for r in range(2)]
-    store(ctx, rows, t.o, normalizers)
+    q = ctx.barriers.q
+    q.wait_full(units * ctx.geometry.q_stage + stage)
+    if const_expr(ctx.geometry.v_parts > 1):
+        o = in_sequence.key_tiles(ctx, products, rows, tiles)
+        arrive(q.empty(units * ctx.geometry.q_stage + stage))
+    else:
+        t = Tiles.of(ctx, products)
+        _key_tiles(ctx, t, rows, tiles)
+        arrive(q.empty(units * ctx.geometry.q_stage + stage))
+        _last_values(ctx, t, tiles + work.tiles - 1)
+        o = t.o
+    normalizers = [_finish(ctx, o, rows, r) for r in range(2)]
+    store(ctx, rows, o, normalizers)
 
 
 @cute.jit
@@ -120,6 +120,9 @@ def _key_tiles(ctx, t, rows, tiles):
     Those that some row sees in part, then those that all rows see whole, whose code has no mask;
     with a bound on the left, again some that are seen in part.
     """
+    t.o.fill(0.0)
+    t.pv.fill(0.0)
+    t.pv_rescale.fill(1.0)
     work = rows.work
     n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
     _first_scores(ctx, t, rows, tiles)
@@ -139,7 +142,7 @@ def _key_tiles(ctx, t, rows, tiles):
 def _first_scores(ctx, t, rows, tiles):
     k = ctx.barriers.k
     k.wait_full(tiles)
-    _multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tiles))
+    multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tiles))
     warpgroup.wait_group(0)
     arrive(k.empty(tiles))
     softmax(ctx, rows, t.s, t.rescale, tiles, Int32(0), True)
@@ -152,10 +155,10 @@ def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     k, v, tile = ctx.barriers.k, ctx.barriers.v, tiles + i
     k.wait_full(tile)
     _await_turn(ctx, rows.stage)
-    _multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tile))
+    multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tile))
     _add(t)
     v.wait_full(tile - 1)
-    _multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile - 1))
+    multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile - 1))
     _pass_turn(ctx, rows.stage)
     warpgroup.wait_group(1)
     arrive(k.empty(tile))
@@ -171,20 +174,10 @@ def _last_values(ctx, t, tile):
     v = ctx.barriers.v
     _add(t)
     v.wait_full(tile)
-    _multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile))
+    multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile))
     warpgroup.wait_group(0)
     arrive(v.empty(tile))
     _add(t)
-
-
-@cute.jit
-def _multiply(mma: cute.TiledMma, acc, a, b, slot):
-    """Start acc = a b, as a group of its own."""
-    warpgroup.fence()
-    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, slot], acc)
-    warpgroup.commit_group()
 
 
 @cute.jit
@@ -225,13 +218,13 @@ def _add(t):
 
 
 @cute.jit
-def _finish(ctx, t, rows, r: cutlass.Constexpr):
+def _finish(ctx, o, rows, r: cutlass.Constexpr):
     """What normalises row `r` of a lane; its LSE is written."""
     g = ctx.geometry
     row_sum = rows.sum_of_quad(r)
     quantized = row_sum
     if const_expr(g.sums_by_mma):
-        quantized = t.o[2 * r + ROWS * g.head_dim_v // WARPGROUP]
+        quantized = o[2 * r + ROWS * g.head_dim_v // WARPGROUP]
     state = rows.row_max[r], row_sum, quantized
     normalizer, lse = finish(ctx, rows.work, rows.head(r), state)
     _write_lse(ctx, rows, r, lse)

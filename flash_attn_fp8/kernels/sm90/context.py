@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32
@@ -52,6 +53,24 @@ class Products:
             a_source=warpgroup.OperandSource.RMEM,
         )
 
+    def pv_part(self, part: int) -> cute.TiledMma:
+        """P V of some of V's columns, where it is made in parts."""
+        d, shape = self._dtype, (ROWS, self.geometry.v_part_rows(part))
+        k_major, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
+        return hopper.make_trivial_tiled_mma(
+            *(d, d, k_major, k_major, Float32, (1, 1, 1), shape), a_source=source
+        )
+
+    def v_part_layout(self, part: int) -> cute.ComposedLayout:
+        """Rows of V^T that belong to a part; the slots are those of whole tiles."""
+        g = self.geometry
+        layout = _rows(self._dtype, (g.v_part_rows(part), g.tile_n, 1))
+        rows, keys, _ = layout.outer.shape
+        outer = cute.make_layout(
+            (rows, keys, (1, g.stages)), stride=(*layout.outer.stride[:-1], (0, g.v_bytes))
+        )
+        return cute.make_composed_layout(layout.inner, 0, outer)
+
     @property
     def q_layout(self) -> cute.ComposedLayout:
         g = self.geometry
@@ -67,6 +86,21 @@ class Products:
         g = self.geometry
         shape = g.v_rows, g.tile_n, g.stages
         return _rows(self._dtype, shape) if g.transposes_v else _columns(self._dtype, shape)
+
+
+def shared(pointer, layout):
+    """A tensor of shared memory whose swizzle is its pointer's, as wgmma's descriptors want it."""
+    return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
+
+
+@cute.jit
+def multiply(mma: cute.TiledMma, acc, a, b, slot):
+    """Start acc = a b, as a group of its own."""
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, slot], acc)
+    warpgroup.commit_group()
 
 
 def _atom(dtype, width: int, major: str):

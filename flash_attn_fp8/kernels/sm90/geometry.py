@@ -76,7 +76,22 @@ class Geometry(ForwardGeometry):
 
         Not where the exponential unit is the limit: it would idle at the end of each turn.
         """
-        return not self.is_fp8 or self.spec.traits.policy.exp2 != "exact"
+        return self.v_parts == 1 and self.spec.traits.policy.exp2 != "exact"
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of V whose P V is made at once: all, where two accumulators fit registers."""
+        return {192: 96, 256: 128}.get(self.head_dim_v, self.head_dim_v) if self.is_fp8 else 0
+
+    @property
+    def v_parts(self) -> int:
+        """How many parts P V is made in."""
+        return self.head_dim_v // self.v_columns if self.is_fp8 else 1
+
+    def v_part_rows(self, part: int) -> int:
+        """Columns of a part of P V: V's, and ones beside the last of them."""
+        last = part == self.v_parts - 1
+        return self.v_columns + (self.v_rows - self.head_dim_v if last else 0)
 
     @property
     def q_bytes(self) -> int:

@@ -1,0 +1,112 @@
+"""The consumer warpgroups where O fills most of the registers: fp8 with head dims of V above 128.
+
+Scores, softmax and P V of a tile follow one another; beside one warpgroup's softmax runs the other's
+tensor core. P V is made in parts, some columns of V at a time, for there are registers for one part beside O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.forward.context import Context
+from flash_attn_fp8.kernels.forward.rings import arrive
+from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared
+from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
+from flash_attn_fp8.kernels.sm90.softmax import encode, softmax
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """As `attend.Tiles`; `v` and `pv` for each part of V's columns."""
+
+    products: Products
+    q: Any
+    k: Any
+    v: tuple
+    s: Any
+    p: Any
+    pv: tuple
+    o: Any
+    rescale: Any
+
+    @classmethod
+    def of(cls, ctx: Context, products: Products) -> Tiles:
+        g, b = ctx.geometry, ctx.buffers
+        qk = products.qk.get_slice(0)
+        v, pv = [], []
+        for part in range(g.v_parts):
+            mma, layout = products.pv_part(part), products.v_part_layout(part)
+            start = b.v + part * g.v_columns * g.tile_n
+            v.append(mma.make_fragment_B(mma.get_slice(0).partition_B(shared(start, layout))))
+            shape = mma.partition_shape_C((ROWS, g.v_part_rows(part)))
+            pv.append(cute.make_rmem_tensor(shape, Float32))
+        p_shape = products.pv_part(0).partition_shape_A((ROWS, g.tile_n))
+        return cls(
+            products,
+            q=products.qk.make_fragment_A(qk.partition_A(shared(b.q, products.q_layout))),
+            k=products.qk.make_fragment_B(qk.partition_B(shared(b.k, products.k_layout))),
+            v=tuple(v),
+            s=cute.make_rmem_tensor(products.qk.partition_shape_C((ROWS, g.tile_n)), Float32),
+            p=cute.make_rmem_tensor(p_shape, DTYPES[ctx.traits.policy.p_format]),
+            pv=tuple(pv),
+            o=cute.make_rmem_tensor(cute.make_layout(ROWS * g.v_rows // WARPGROUP), Float32),
+            rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
+        )
+
+    @property
+    def p_words(self):
+        """P as 32-bit words, numbered (row, half, step)."""
+        words = cute.size(self.p) * self.p.element_type.width // 32
+        return cute.make_tensor(
+            cute.recast_ptr(self.p.iterator, dtype=Uint32), cute.make_layout(words)
+        )
+
+
+@cute.jit
+def key_tiles(ctx, products: cutlass.Constexpr, rows, tiles):
+    """O of all key tiles of the rows, right to left, masked where some row sees a tile in part."""
+    t = Tiles.of(ctx, products)
+    t.o.fill(0.0)
+    work = rows.work
+    n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
+    for i in cutlass.range(work.n_max - n_right, unroll=1):
+        _step(ctx, t, rows, tiles, i, True)
+    for i in cutlass.range(work.n_max - n_right, work.n_max - n_left, unroll=1):
+        _step(ctx, t, rows, tiles, i, False)
+    if const_expr(ctx.traits.bounded_left):
+        for i in cutlass.range(work.n_max - n_left, work.tiles, unroll=1):
+            _step(ctx, t, rows, tiles, i, True)
+    return t.o
+
+
+@cute.jit
+def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
+    k, v, tile = ctx.barriers.k, ctx.barriers.v, tiles + i
+    k.wait_full(tile)
+    multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tile))
+    warpgroup.wait_group(0)
+    arrive(k.empty(tile))
+    softmax(ctx, rows, t.s, t.rescale, tile, i, masked)
+    encode(ctx, t.s, t.p_words)
+    v.wait_full(tile)
+    parts = ctx.geometry.v_parts
+    for part in cutlass.range_constexpr(parts):
+        multiply(t.products.pv_part(part), t.pv[part], t.p, t.v[part], v.slot(tile))
+        warpgroup.wait_group(0)
+        _add(ctx, t, part)
+    arrive(v.empty(tile))
+
+
+@cute.jit
+def _add(ctx, t, part: cutlass.Constexpr):
+    """O = O * rescale + P V of some columns, in fp32."""
+    first = part * ROWS * ctx.geometry.v_columns // WARPGROUP
+    for i in cutlass.range_constexpr(cute.size(t.pv[part])):
+        t.o[first + i] = t.o[first + i] * t.rescale[i // 2 % 2] + t.pv[part][i]

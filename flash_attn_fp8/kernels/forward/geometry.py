@@ -20,7 +20,6 @@ class ForwardGeometry:
     spec: ForwardSpec
 
     tile_m: ClassVar[int]
-    tile_n: ClassVar[int]
 
     @property
     def element(self) -> int:

@@ -91,7 +91,7 @@ def _unit(ctx, products: cutlass.Constexpr, stage, work, units: Int32, tiles: In
     rows = Rows.of(ctx, work, stage)
     q = ctx.barriers.q
     q.wait_full(units * ctx.geometry.q_stage + stage)
-    if const_expr(ctx.geometry.v_parts > 1):
+    if const_expr(ctx.geometry.in_sequence):
         o = in_sequence.key_tiles(ctx, products, rows, tiles)
         arrive(q.empty(units * ctx.geometry.q_stage + stage))
     else:

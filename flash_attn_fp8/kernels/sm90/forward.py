@@ -169,9 +169,10 @@ class Sm90Forward:
     def _write_ones(self, buffers):
         """Rows of ones under V^T in each of its slots: TMA leaves them alone."""
         g = self.geometry
-        size = g.tile_n * SUM_COLUMNS
-        for slot in cutlass.range_constexpr(g.stages):
-            start = buffers.v + (slot + 1) * g.v_bytes - size
+        chunk = g.chunk(g.tile_n)
+        size = chunk * SUM_COLUMNS
+        for column in cutlass.range_constexpr(g.stages * g.tile_n // chunk):
+            start = buffers.v + (column + 1) * g.v_rows * chunk - size
             ones = cute.make_tensor(cute.recast_ptr(start, dtype=Uint8), cute.make_layout(size))
             i = cute.arch.thread_idx()[0]
             while i < size:

@@ -35,7 +35,20 @@ class Geometry(ForwardGeometry):
     spec: Sm90Spec
 
     tile_m: ClassVar[int] = ROWS
-    tile_n: ClassVar[int] = TILE
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile: more where no tile's scores wait beside another's products."""
+        return 2 * TILE if self.in_sequence and self.head_dim_v <= 128 else TILE
+
+    @property
+    def in_sequence(self) -> bool:
+        """Whether a tile's products and softmax follow one another (`in_sequence.py`).
+
+        With codes by FMA, where the softmax is as short as the products, large tiles pay more than
+        overlap does; above head dim 128 there are no registers for anything else.
+        """
+        return self.is_fp8 and (self.head_dim_v > 128 or self.spec.traits.policy.exp2 != "exact")
 
     @property
     def q_stage(self) -> int:
@@ -76,7 +89,7 @@ class Geometry(ForwardGeometry):
 
         Not where the exponential unit is the limit: it would idle at the end of each turn.
         """
-        return self.v_parts == 1 and self.spec.traits.policy.exp2 != "exact"
+        return not self.in_sequence and self.spec.traits.policy.exp2 != "exact"
 
     @property
     def v_columns(self) -> int:

@@ -43,7 +43,7 @@ class Tiles:
         v, pv = [], []
         for part in range(g.v_parts):
             mma, layout = products.pv_part(part), products.v_part_layout(part)
-            start = b.v + part * g.v_columns * g.tile_n
+            start = b.v + part * g.v_columns * g.chunk(g.tile_n)
             v.append(mma.make_fragment_B(mma.get_slice(0).partition_B(shared(start, layout))))
             shape = mma.partition_shape_C((ROWS, g.v_part_rows(part)))
             pv.append(cute.make_rmem_tensor(shape, Float32))

@@ -25,6 +25,7 @@ ROWS = 64  # of a wgmma: the query rows of a warpgroup
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
 
+_WIDEST_IN_16_BITS = 192 + 128  # head dims of K and V, whose tiles may have 128 keys
 _MISCELLANY = 6 * 1024  # barriers, per-token scales, alignment
 
 
@@ -35,7 +36,12 @@ class Geometry(ForwardGeometry):
     spec: Sm90Spec
 
     tile_m: ClassVar[int] = ROWS
-    tile_n: ClassVar[int] = TILE
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile; half as many where registers, and shared memory for two, ask for it."""
+        wide = self.head_dim + self.head_dim_v > _WIDEST_IN_16_BITS
+        return TILE // 2 if wide and not self.is_fp8 else TILE
 
     @property
     def q_stage(self) -> int:
@@ -61,9 +67,19 @@ class Geometry(ForwardGeometry):
         return self.is_fp8
 
     @property
+    def accumulates_in_mma(self) -> bool:
+        """Whether the tensor core adds P V to O: in 16 bits it adds in fp32, in fp8 it does not."""
+        return not self.is_fp8
+
+    @property
     def sums_by_mma(self) -> bool:
         """Whether columns of ones beside V's sum up P as it was rounded."""
         return self.transposes_v and not self.spec.traits.exact_row_sum
+
+    @property
+    def sums_in_registers(self) -> bool:
+        """Whether lanes sum up P as it was rounded."""
+        return not (self.sums_by_mma or self.spec.traits.exact_row_sum)
 
     @property
     def v_rows(self) -> int:

@@ -26,7 +26,13 @@ from flash_attn_fp8.specs import (
     Sm100Spec,
     TransposeSpec,
 )
-from flash_attn_fp8.support import EXECUTORS, reasons_against, uses_cache_kernel
+from flash_attn_fp8.support import (
+    EXECUTORS,
+    SM90,
+    fits_forward_kernel,
+    reasons_against,
+    uses_cache_kernel,
+)
 from flash_attn_fp8.target import (
     SHARED_MEMORY,
     Target,
@@ -37,6 +43,8 @@ from flash_attn_fp8.target import (
 
 TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `tiled` mirrors
 
+# Query rows of a KV head up to which the cache kernel takes 16-bit queries on SM90.
+FEW_ROWS = 64
 # Of the cache kernel: below that, merging parts takes longer than the parts save (an H200).
 CACHE_KEYS_PER_SPLIT = 512
 MAX_AUTO_SPLITS = 128  # FA4's cap for its heuristic
@@ -199,10 +207,10 @@ def _spec(
         return _tiled(problem, target)
     if impl == "reference":
         return ReferenceSpec()
-    if uses_cache_kernel(problem, target.arch):
+    if _runs_cache_kernel(problem, target):
         return _cache_spec(problem, target, split)
     traits = problem.traits
-    if target.arch == "sm_90a":
+    if target.arch == SM90:
         group = traits.q_heads_per_kv_head if pack_gqa else 1
         return Sm90Spec(traits, group, problem.sizes.page_size, split.divides)
     # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
@@ -217,10 +225,28 @@ def _spec(
     )
 
 
+def _runs_cache_kernel(problem: Problem, target: Target) -> bool:
+    """Whether the cache kernel runs a problem: what no other kernel can, and few queries on SM90.
+
+    There 16-bit queries over keys of their own format have two kernels. A tile of the forward
+    kernel has 128 rows, of which few queries leave most idle, and every CTA of it waits for its
+    first keys alone; the cache kernel gives each warp 16 rows and keys of its own, which is what
+    reading a cache as fast as memory goes takes. From more rows on the tensor core is the limit,
+    and the cache kernel's instructions of 16 rows reach half of it.
+    """
+    if not uses_cache_kernel(problem, target.arch):
+        return False
+    rows = problem.sizes.seqlen_q * problem.traits.q_heads_per_kv_head
+    if target.arch != SM90 or rows <= FEW_ROWS:
+        return True
+    return not fits_forward_kernel(problem, target)
+
+
 def _pays_to_pair(problem: Problem, group: int) -> bool:
     """Whether two SM100 CTAs share K and V.
 
-    Sizes have a part in the choice of a kernel here and in an automatic split, nowhere else.
+    Sizes have a part in the choice of a kernel here, in `_runs_cache_kernel` and in an automatic
+    split, nowhere else.
 
     From head dim 128 on, with both operands of Q Kᵀ in shared memory, one CTA reads that at its
     limit of 128 bytes a clock or beyond; a pair reads a third less
@@ -262,13 +288,13 @@ def _cache_tile(problem: Problem, target: Target) -> CacheTile:
 def _tiled(problem: Problem, target: Target) -> TiledSpec:
     """The numerics of the target's tensor cores; fp32 where it has none (a CPU), or better ones."""
     policy = problem.traits.policy
-    narrow = target.arch == "sm_90a" and policy.format.is_fp8
+    narrow = target.arch == SM90 and policy.format.is_fp8
     return TiledSpec(policy, accumulator="sm90_fp8" if narrow else "fp32")
 
 
 def _split(problem: Problem, target: Target, pack_gqa: bool) -> Split:
     request, sizes = problem.request, problem.sizes
-    cached = target.is_gpu and uses_cache_kernel(problem, target.arch)
+    cached = target.is_gpu and _runs_cache_kernel(problem, target)
     if request.keys_per_split is not None:
         return Split(keys=request.keys_per_split)
     if request.num_splits:

@@ -20,7 +20,10 @@ EXECUTORS = ("cute", "tiled", "reference", "sim")
 Rule = Callable[[Problem, Target], str | None]
 
 
-# What the SM100 kernel is built for. Head dims: two outputs of 128 rows, or one, fit tensor memory.
+SM90 = "sm_90a"
+
+# What the forward kernels are built for. Head dims: on SM100 two outputs of 128 rows, or one, fit
+# tensor memory.
 SM100_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 SM100_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -30,15 +33,29 @@ CACHE_HEAD_DIMS = SM100_HEAD_DIMS
 
 
 def uses_cache_kernel(problem: Problem, arch: str) -> bool:
-    """Whether a problem is the cache kernel's: 16-bit queries, and what has no kernel of its own.
+    """Whether a problem can be the cache kernel's: 16-bit queries, and what has no other kernel.
 
-    Over 8-bit codes, of chosen keys, or on an architecture without a kernel for long queries.
+    Over 8-bit codes, of chosen keys, or where no forward kernel is better at a few queries. On
+    SM90 it is not the only one: `fits_forward_kernel`, and the plan chooses.
     """
     traits = problem.traits
     if FORMATS[traits.q_format].is_8bit:
         return False
     other = traits.q_format != traits.kv_format or traits.selection is not None
     return other or not _is_sm100(arch)
+
+
+def fits_forward_kernel(problem: Problem, target: Target) -> bool:
+    """Whether an architecture's kernel for long queries can run a problem."""
+    traits = problem.traits
+    if traits.q_format != traits.kv_format or not has_forward_kernel(target.arch):
+        return False
+    return not any(rule(problem, target) for rule in _FORWARD)
+
+
+def has_forward_kernel(arch: str) -> bool:
+    """Whether there is a kernel for long queries."""
+    return _is_sm100(arch) or arch == SM90
 
 
 def _is_sm100(arch: str) -> bool:
@@ -50,20 +67,19 @@ def _needs_kernel(problem: Problem, target: Target) -> str | None:
         return "needs a CUDA device; the tensors are on the CPU"
     if target.arch not in SHARED_MEMORY:
         return f"this version has no compiled kernel for {target.arch}"
-    has_forward = _is_sm100(target.arch) or target.arch == "sm_90a"
-    if not has_forward and not uses_cache_kernel(problem, target.arch):
+    if not has_forward_kernel(target.arch) and not uses_cache_kernel(problem, target.arch):
         q = problem.traits.q_format
         return f"this version has no compiled kernel for {q} queries on {target.arch}"
     return None
 
 
-def _sm100_selection(problem: Problem, target: Target) -> str | None:
+def _forward_selection(problem: Problem, target: Target) -> str | None:
     if problem.traits.selection is None:
         return None
     return f"its kernel reads all keys, not chosen ones; {problem.traits.q_format} queries do"
 
 
-def _sm100_head_dims(problem: Problem, target: Target) -> str | None:
+def _forward_head_dims(problem: Problem, target: Target) -> str | None:
     dims = problem.traits.head_dim, problem.traits.head_dim_v
     if dims in SM100_HEAD_DIMS:
         return None
@@ -71,7 +87,7 @@ def _sm100_head_dims(problem: Problem, target: Target) -> str | None:
     return f"its kernel has head dims {known}, not {dims}"
 
 
-def _sm100_pages(problem: Problem, target: Target) -> str | None:
+def _forward_pages(problem: Problem, target: Target) -> str | None:
     page_size = problem.sizes.page_size
     if page_size is None or page_size in SM100_PAGE_SIZES:
         return None
@@ -80,18 +96,20 @@ def _sm100_pages(problem: Problem, target: Target) -> str | None:
     )
 
 
-def _sm100_group(problem: Problem, target: Target) -> str | None:
+def _forward_group(problem: Problem, target: Target) -> str | None:
     group = problem.traits.q_heads_per_kv_head
-    if group > 128 and problem.request.pack_gqa is not False:
-        return f"{group} query heads of a KV head do not fit a tile of 128 rows; use pack_gqa=False"
+    rows = 64 if target.arch == SM90 else 128
+    if group > rows and problem.request.pack_gqa is not False:
+        return (
+            f"{group} query heads of a KV head do not fit a tile of {rows} rows; use pack_gqa=False"
+        )
     return None
 
 
-def _sm100_exp2(problem: Problem, target: Target) -> str | None:
+def _forward_exp2(problem: Problem, target: Target) -> str | None:
     exp2 = problem.traits.policy.exp2
-    if target.arch == "sm_90a":
-        return None
-    return None if exp2 == "exact" else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
+    known = ("exact", "code") if target.arch == SM90 else ("exact",)
+    return None if exp2 in known else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
 
 
 def _where_it_runs(rule: Rule) -> Rule:
@@ -120,15 +138,15 @@ def _of(rule: Rule, cache: bool) -> Rule:
     return asked
 
 
-_SM100 = (
-    _sm100_selection,
-    _sm100_head_dims,
-    _sm100_pages,
-    _sm100_group,
-    _sm100_exp2,
+_FORWARD: tuple[Rule, ...] = (
+    _forward_selection,
+    _forward_head_dims,
+    _forward_pages,
+    _forward_group,
+    _forward_exp2,
 )
 _KERNELS = (
-    *(_of(rule, cache=False) for rule in _SM100),
+    *(_of(rule, cache=False) for rule in _FORWARD),
     _of(_cache_head_dims, cache=True),
 )
 

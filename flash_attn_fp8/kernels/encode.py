@@ -53,15 +53,21 @@ def sum_of_fp8(fmt: str, words, *, loc=None, ip=None):
 @dsl_user_op
 def sum_of_16bit(fmt: str, words, *, loc=None, ip=None):
     """(sum of the even elements, of the odd ones) of some words of bf16 or fp16, in fp32."""
+    total = Float32(0.0), Float32(0.0)
+    for word in words:
+        halves = values_of_16bit(fmt, word, loc=loc, ip=ip)
+        total = cute.arch.add_packed_f32x2(total, halves)
+    return total
+
+
+@dsl_user_op
+def values_of_16bit(fmt: str, word, *, loc=None, ip=None):
+    """The two numbers of a word of bf16 or fp16, in fp32."""
     name = _PTX_NAMES[fmt]
     text = (
         f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $2; cvt.f32.{name} $0, a; cvt.f32.{name} $1, b; }}"
     )
-    total = Float32(0.0), Float32(0.0)
-    for word in words:
-        halves = _two_sums([Uint32(word).ir_value(loc=loc, ip=ip)], text, loc, ip)
-        total = cute.arch.add_packed_f32x2(total, halves)
-    return total
+    return _two_sums([Uint32(word).ir_value(loc=loc, ip=ip)], text, loc, ip)
 
 
 def _two_sums(words, text, loc, ip):

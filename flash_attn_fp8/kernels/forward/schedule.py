@@ -17,6 +17,7 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
+from flash_attn_fp8.specs import TILE
 
 
 class Work(NamedTuple):
@@ -171,10 +172,10 @@ class Schedule:
         return n_min, cutlass.max(n_max, n_min)
 
     def _tiles_per_split(self, seqlen_k):
-        tile_n = self.geometry.tile_n
-        equal = cute.ceil_div(cute.ceil_div(seqlen_k, tile_n), self.scalars.num_splits)
-        given = self.scalars.keys_per_split // tile_n
-        return select(given > 0, given, equal)
+        """Splits end on multiples of 128 keys, whatever the tiles are."""
+        equal = cute.ceil_div(cute.ceil_div(seqlen_k, TILE), self.scalars.num_splits)
+        given = self.scalars.keys_per_split // TILE
+        return select(given > 0, given, equal) * (TILE // self.geometry.tile_n)
 
     def visible(self, token, work):
         """Keys [lo, hi) that token `token` of the unit's sequence sees."""

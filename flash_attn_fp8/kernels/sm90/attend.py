@@ -1,9 +1,10 @@
 """The consumer warpgroups: S = Q K^T, softmax, O = O * rescale + P V, 64 query rows each.
 
 A tile's P V and the next tile's Q K^T run on the tensor core while this one's softmax runs: P of tile
-i is multiplied after S of tile i + 1 was asked for. P V does not add to O there: Hopper's fp8 tensor
-cores keep 13 fraction bits of a sum, so a tile's product begins at 0, and is added to O in fp32, which
-also rescales O, for one FMA an element (docs/numerics.md).
+i is multiplied after S of tile i + 1 was asked for. In 16 bits P V adds to O, which was rescaled just
+before. In fp8 it does not: Hopper's fp8 tensor cores keep 13 fraction bits of a sum, so a tile's
+product begins at 0, and is added to O in fp32, which also rescales O, for one FMA an element
+(docs/numerics.md). `_make_room` is where the two ways part.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Tiles:
     """What a warpgroup multiplies: descriptors of shared memory, and registers.
 
     A lane has two rows of S, P and O: `s` is numbered (e, row, i) for key 8i + 2q + e, where q is
-    the lane's number in its quad; `pv` and `o` so for columns. `rescale`: a factor for each row.
+    the lane's number in its quad; `pv` and `o` so for columns, one and the same where the tensor core
+    adds to O. `rescale`: a factor for each row; `pv_rescale`: that of the P in `pv`.
     """
 
     products: Products
@@ -54,6 +56,7 @@ class Tiles:
         # A slice of the warpgroup as a whole: its descriptors have no part of a lane.
         qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)
         shape_o = products.pv.partition_shape_C((ROWS, g.v_rows))
+        o = cute.make_rmem_tensor(shape_o, Float32)
         return cls(
             products,
             q=products.qk.make_fragment_A(qk.partition_A(shared(b.q, products.q_layout))),
@@ -63,8 +66,8 @@ class Tiles:
             p=cute.make_rmem_tensor(
                 products.pv.partition_shape_A((ROWS, g.tile_n)), DTYPES[ctx.traits.policy.p_format]
             ),
-            pv=cute.make_rmem_tensor(shape_o, Float32),
-            o=cute.make_rmem_tensor(shape_o, Float32),
+            pv=o if g.accumulates_in_mma else cute.make_rmem_tensor(shape_o, Float32),
+            o=o,
             rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
             pv_rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
         )
@@ -121,8 +124,9 @@ def _key_tiles(ctx, t, rows, tiles):
     with a bound on the left, again some that are seen in part.
     """
     t.o.fill(0.0)
-    t.pv.fill(0.0)
-    t.pv_rescale.fill(1.0)
+    if const_expr(not ctx.geometry.accumulates_in_mma):
+        t.pv.fill(0.0)
+        t.pv_rescale.fill(1.0)
     work = rows.work
     n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
     _first_scores(ctx, t, rows, tiles)
@@ -146,7 +150,7 @@ def _first_scores(ctx, t, rows, tiles):
     warpgroup.wait_group(0)
     arrive(k.empty(tiles))
     softmax(ctx, rows, t.s, t.rescale, tiles, Int32(0), True)
-    encode(ctx, t.s, t.p_words)
+    encode(ctx, rows, t.s, t.rescale, t.p_words)
 
 
 @cute.jit
@@ -156,9 +160,9 @@ def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     k.wait_full(tile)
     _await_turn(ctx, rows.stage)
     multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tile))
-    _add(t)
+    _make_room(ctx, t)
     v.wait_full(tile - 1)
-    multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile - 1))
+    _multiply_values(ctx, t, v.slot(tile - 1))
     _pass_turn(ctx, rows.stage)
     warpgroup.wait_group(1)
     arrive(k.empty(tile))
@@ -166,18 +170,25 @@ def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     warpgroup.wait_group(0)
     arrive(v.empty(tile - 1))
     # Not before: registers that a wgmma reads must not change from its start to its end.
-    encode(ctx, t.s, t.p_words)
+    encode(ctx, rows, t.s, t.rescale, t.p_words)
 
 
 @cute.jit
 def _last_values(ctx, t, tile):
     v = ctx.barriers.v
-    _add(t)
+    _make_room(ctx, t)
     v.wait_full(tile)
-    multiply(t.products.pv, t.pv, t.p, t.v, v.slot(tile))
+    _multiply_values(ctx, t, v.slot(tile))
     warpgroup.wait_group(0)
     arrive(v.empty(tile))
-    _add(t)
+    if const_expr(not ctx.geometry.accumulates_in_mma):
+        _add(t)
+
+
+@cute.jit
+def _multiply_values(ctx, t, slot):
+    """Start P V."""
+    multiply(t.products.pv, t.pv, t.p, t.v, slot, ctx.geometry.accumulates_in_mma)
 
 
 @cute.jit
@@ -209,6 +220,16 @@ def _pass_turn(ctx, stage: Int32):
 
 
 @cute.jit
+def _make_room(ctx, t):
+    """Before the next P V: O in units of its P, to be added to; or what was there, added to O."""
+    if const_expr(ctx.geometry.accumulates_in_mma):
+        for i in cutlass.range_constexpr(cute.size(t.o)):
+            t.o[i] = t.o[i] * t.rescale[i // 2 % 2]
+    else:
+        _add(t)
+
+
+@cute.jit
 def _add(t):
     """O = O * rescale + P V, in fp32; then what belongs to P is about to belong to P V."""
     for i in cutlass.range_constexpr(cute.size(t.o)):
@@ -221,11 +242,11 @@ def _add(t):
 def _finish(ctx, o, rows, r: cutlass.Constexpr):
     """What normalises row `r` of a lane; its LSE is written."""
     g = ctx.geometry
-    row_sum = rows.sum_of_quad(r)
-    quantized = row_sum
     if const_expr(g.sums_by_mma):
         quantized = o[2 * r + ROWS * g.head_dim_v // WARPGROUP]
-    state = rows.row_max[r], row_sum, quantized
+    else:
+        quantized = rows.of_quad(rows.rounded_sum[r])
+    state = rows.row_max[r], rows.of_quad(rows.row_sum[r]), quantized
     normalizer, lse = finish(ctx, rows.work, rows.head(r), state)
     _write_lse(ctx, rows, r, lse)
     return normalizer

@@ -94,11 +94,11 @@ def shared(pointer, layout):
 
 
 @cute.jit
-def multiply(mma: cute.TiledMma, acc, a, b, slot):
-    """Start acc = a b, as a group of its own."""
+def multiply(mma: cute.TiledMma, acc, a, b, slot, adds: cutlass.Constexpr = False):
+    """Start acc = a b, or acc += a b, as a group of its own."""
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+        mma.set(warpgroup.Field.ACCUMULATE, adds or step > 0)
         cute.gemm(mma, acc, a[None, None, step], b[None, None, step, slot], acc)
     warpgroup.commit_group()
 

@@ -25,6 +25,7 @@ ROWS = 64  # of a wgmma: the query rows of a warpgroup
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
 
+_WIDEST_IN_16_BITS = 192 + 128  # head dims of K and V, whose tiles may have 128 keys
 _MISCELLANY = 6 * 1024  # barriers, per-token scales, alignment
 
 
@@ -38,8 +39,14 @@ class Geometry(ForwardGeometry):
 
     @property
     def tile_n(self) -> int:
-        """Keys of a tile: more where no tile's scores wait beside another's products."""
-        return 2 * TILE if self.in_sequence and self.head_dim_v <= 128 else TILE
+        """Keys of a tile: more where no scores wait beside another tile's products.
+
+        In 16 bits fewer, where registers, and shared memory for two, ask for it.
+        """
+        if self.is_fp8:
+            return 2 * TILE if self.in_sequence and self.head_dim_v <= 128 else TILE
+        wide = self.head_dim + self.head_dim_v > _WIDEST_IN_16_BITS
+        return TILE // 2 if wide else TILE
 
     @property
     def in_sequence(self) -> bool:
@@ -74,9 +81,19 @@ class Geometry(ForwardGeometry):
         return self.is_fp8
 
     @property
+    def accumulates_in_mma(self) -> bool:
+        """Whether the tensor core adds P V to O: in 16 bits it adds in fp32, in fp8 it does not."""
+        return not self.is_fp8
+
+    @property
     def sums_by_mma(self) -> bool:
         """Whether columns of ones beside V's sum up P as it was rounded."""
         return self.transposes_v and not self.spec.traits.exact_row_sum
+
+    @property
+    def sums_in_registers(self) -> bool:
+        """Whether lanes sum up P as it was rounded."""
+        return not (self.sums_by_mma or self.spec.traits.exact_row_sum)
 
     @property
     def v_rows(self) -> int:
@@ -89,7 +106,7 @@ class Geometry(ForwardGeometry):
 
         Not where the exponential unit is the limit: it would idle at the end of each turn.
         """
-        return not self.in_sequence and self.spec.traits.policy.exp2 != "exact"
+        return not self.is_fp8
 
     @property
     def v_columns(self) -> int:

@@ -94,7 +94,7 @@ def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     warpgroup.wait_group(0)
     arrive(k.empty(tile))
     softmax(ctx, rows, t.s, t.rescale, tile, i, masked)
-    encode(ctx, t.s, t.p_words)
+    encode(ctx, rows, t.s, t.rescale, t.p_words)
     v.wait_full(tile)
     parts = ctx.geometry.v_parts
     for part in cutlass.range_constexpr(parts):

@@ -5,7 +5,8 @@ offset the policy's max_offset,
 
     P = 2 ** (x - m + offset),    l += sum P.
 
-The sum of P as it was rounded comes from columns of ones beside V's (`geometry.sums_by_mma`).
+The sum of P as it was rounded comes from columns of ones beside V's (`geometry.sums_by_mma`), or, in
+16 bits, of which a lane can add up its own, from registers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from cutlass import Float32, Int32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.dtypes import NEG_INF
-from flash_attn_fp8.kernels.encode import CODE, packed, packed_codes, whole_codes
+from flash_attn_fp8.kernels.encode import (
+    CODE,
+    packed,
+    packed_codes,
+    values_of_16bit,
+    whole_codes,
+)
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.geometry import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.kernels.forward.rings import arrive
@@ -42,18 +49,20 @@ class Rows:
     factor: Any
     row_max: Any
     row_sum: Any
+    rounded_sum: Any
 
     @classmethod
     def of(cls, ctx: Context, work: Work, stage) -> Rows:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = thread % WARP
         first = thread // WARP * 16 + lane // 4
-        factor, row_max, row_sum = (
-            cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(3)
+        factor, row_max, row_sum, rounded_sum = (
+            cute.make_rmem_tensor(cute.make_layout(2), Float32) for _ in range(4)
         )
         row_max.fill(NEG_INF)
         row_sum.fill(0.0)
-        rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum)
+        rounded_sum.fill(0.0)
+        rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum, rounded_sum)
         for r in range(2):
             token, head, _ = ctx.schedule.query(work, stage, rows.row(r))
             factor[r] = row_factor(ctx, work, token, head)
@@ -67,9 +76,9 @@ class Rows:
         """The query head of row `r`."""
         return self.ctx.schedule.query(self.work, self.stage, self.row(r))[1]
 
-    def sum_of_quad(self, r: int):
-        """The row's sum: each lane of the quad has a quarter."""
-        return _over_quad(self.row_sum[r], lambda a, b: a + b)
+    def of_quad(self, part):
+        """The sum of a row: each lane of the quad has a quarter."""
+        return _over_quad(part, lambda a, b: a + b)
 
 
 def _over_quad(x, op):
@@ -107,7 +116,7 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
                 for e in cutlass.range_constexpr(2):
                     at = e + 2 * r + 4 * j
                     s[at] = cute.math.exp2(s[at] * factor + shift, fastmath=True)
-            if const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse or not g.sums_by_mma):
+            if const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
                 rows.row_sum[r] = rows.row_sum[r] * rescale[r] + _sum(ctx, rows, s, r, scales)
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
@@ -229,13 +238,14 @@ def _codes(s, r: cutlass.Constexpr, fmt: cutlass.Constexpr, factor, offset):
 
 
 @cute.jit
-def encode(ctx, p, words):
+def encode(ctx, rows, p, rescale, words):
     """P in its format, as wgmma reads its first operand: words (row, half, step).
 
     In fp8 a word has a lane's scores of two neighbouring eights of keys, which is the order that
     V^T has its keys in; in 16 bits, of one.
     """
     policy = ctx.traits.policy
+    sums = [Float32(0.0), Float32(0.0)]
     per_word = 4 // ctx.geometry.element
     for w in cutlass.range_constexpr(cute.size(words) // 2):
         for r in cutlass.range_constexpr(2):
@@ -245,3 +255,9 @@ def encode(ctx, p, words):
                 words[r + 2 * w] = packed_codes(values)
             else:
                 words[r + 2 * w] = packed(policy.p_format, values)
+            if const_expr(ctx.geometry.sums_in_registers):
+                low, high = values_of_16bit(policy.p_format, words[r + 2 * w])
+                sums[r] = sums[r] + (low + high)
+    if const_expr(ctx.geometry.sums_in_registers):
+        for r in cutlass.range_constexpr(2):
+            rows.rounded_sum[r] = rows.rounded_sum[r] * rescale[r] + sums[r]

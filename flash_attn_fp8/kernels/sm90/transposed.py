@@ -11,10 +11,12 @@ order rows and columns have suits the registers of the kernel that multiplies:
 
 from __future__ import annotations
 
+from flash_attn_fp8.specs import TILE
+
 KEYS_AT_ONCE = 16  # a thread's, and COLUMNS_AT_ONCE of V
 COLUMNS_AT_ONCE = 8
 
 
-def first_column(geometry, work):  # type: ignore[no-untyped-def]
+def first_column(work):  # type: ignore[no-untyped-def]
     """Where a packed sequence begins in V^T: at a key tile that no other sequence reaches."""
-    return (work.offset_k // geometry.tile_n + work.batch) * geometry.tile_n
+    return (work.offset_k // TILE + work.batch) * TILE

@@ -151,7 +151,7 @@ class Fp8Policy:
 
     def code_offset(self, fmt: Format) -> float:
         """`max_offset` in whole codes of the format, which is how `exp2="code"` has it."""
-        codes_per_octave = 2**fmt.mantissa_bits
+        codes_per_octave = 2.0**fmt.mantissa_bits
         return math.floor(self.max_offset * codes_per_octave) / codes_per_octave
 
     @property

@@ -151,8 +151,32 @@ class Fp8Policy:
 
     def code_offset(self, fmt: Format) -> float:
         """`max_offset` in whole codes of the format, which is how `exp2="code"` has it."""
-        codes_per_octave = 2**fmt.mantissa_bits
+        codes_per_octave = 2.0**fmt.mantissa_bits
         return math.floor(self.max_offset * codes_per_octave) / codes_per_octave
+
+    @property
+    def offset_in_use(self) -> float:
+        """The shift that P has, and so its fp32 sum: whole codes where P is made as a code."""
+        return self.max_offset if self.exp2 == "exact" else self.code_offset(self.format)
+
+    @property
+    def code_excess_log2(self) -> float:
+        """log2 of how much larger P's linear codes are than P itself, in the mean.
+
+        The code round(M log2 P), M to an octave, stands for (1 + f / M) 2**e where log2 P is about
+        e + f / M. Over logarithms that are spread evenly, so that each f has a share of 1 / M and
+        2**-log2 P is to be integrated half a code to either side,
+
+            mean = sum_f (1 + f / M) 2**(-f / M) * (2**(1 / 2M) - 2**(-1 / 2M)) / ln 2.
+
+        It cancels between P V and the sum of the rounded P; where other terms enter the sum, they
+        are to be multiplied by 2**code_excess_log2. The other codes have none.
+        """
+        if self.exp2 != "code":
+            return 0.0
+        m = 2**self.format.mantissa_bits
+        at_nodes = sum((1 + f / m) * 2.0 ** (-f / m) for f in range(m))
+        return math.log2(at_nodes * (2.0 ** (0.5 / m) - 2.0 ** (-0.5 / m)) / LN2)
 
     @property
     def headroom_log2(self) -> float:
@@ -164,8 +188,9 @@ class Fp8Policy:
         """Probabilities at or below 2**tail_log2 of the row's largest become zero in P."""
         lowest = self.format.flush_log2
         if self.exp2 != "exact":
-            lowest = -self.format.exponent_bias  # the code of a subnormal is no logarithm
-        return lowest - self.max_offset
+            # The code of a subnormal is no logarithm; half a code rounds to 0.
+            lowest = 0.5 / 2**self.format.mantissa_bits - self.format.exponent_bias
+        return lowest - self.offset_in_use
 
     def replace(self, **changes: object) -> Fp8Policy:
         """A copy with some fields changed; checked like a new one. What is UNSAFE remains so."""

@@ -3,7 +3,7 @@
 Key tiles are visited right to left. Units are log2: x = S * log2(e) where S is the scaled score,
 m the running row maximum of x (it may lag by rescale_threshold), and per tile
 
-    P   = 2 ** (x - m + max_offset)        rounded to P's format, saturating
+    P   = 2 ** (x - m + offset)            rounded to P's format, saturating
     l   = l * a + sum(P * w)               fp32, from the unrounded P
     l_q = l_q * a + sum(round(P) * w)      fp32, from the rounded P
     O   = O * a + round(P) @ V
@@ -12,13 +12,17 @@ with a = 2 ** (m_old - m) and w = 1. Per-token V scales are folded into the expo
 log2(v_scale), which keeps P in range whatever the scales are, and w = 1 / v_scale makes l the true
 sum again. At the end
 
-    O / (l or l_q, by traits.exact_row_sum) * v_descale,    LSE = ln 2 * (m - max_offset + log2 l).
+    O / (l or l_q, by traits.exact_row_sum) * v_descale,    LSE = ln 2 * (m - offset + log2 l).
 
 Products of codes are summed in fp64 and rounded to fp32 once a tile: fp8 products are then exact,
-so that the result does not depend on how many rows or sequences ride together.
+so that the result does not depend on how many rows or sequences ride together. With the accumulator
+"sm90_fp8" they are summed as Hopper's tensor cores do, the scores among them; l_q then comes from a
+column of ones beside V's, and x - m + offset from one FMA of S.
 
-With policy.exp2 = "code" P's code comes straight from the logarithm, and no unrounded P exists:
-l is l_q there, and the LSE carries the error of the codes.
+With policy.exp2 = "code" P's code comes straight from the logarithm: m is rounded to whole codes,
+and the code of P is the integer next to 2 ** mantissa_bits * (x - m + offset + bias), from one FMA.
+What the codes stand for is 2 ** code_excess_log2 times P in the mean, which enters where l or a
+sink is compared with them.
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ import torch
 from torch import Tensor
 
 from flash_attn_fp8.call import Operands
-from flash_attn_fp8.formats import Format, saturating_cast
+from flash_attn_fp8.formats import FORMATS, Format, saturating_cast
 from flash_attn_fp8.plan import Split, TiledSpec
 from flash_attn_fp8.policy import LN2, LOG2E, Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.reference import nonfinite
-from flash_attn_fp8.reference.accumulate import accumulator_for
+from flash_attn_fp8.reference.accumulate import accumulator_for, fma, narrow_scores
 from flash_attn_fp8.reference.blocks import Block, blocks
 from flash_attn_fp8.reference.combine import combine
 from flash_attn_fp8.reference.output import Output
@@ -46,11 +50,9 @@ _NEG_INF = float("-inf")
 # Elements of a score tile that is worked on at once: 8 MiB in fp32, near the caches' size.
 _SCORES_AT_ONCE = 1 << 21
 
-# Share of an octave by which log2 overestimates a code's linear fraction, times the codes of an
-# octave: the shift that centres the error of the linear code (FACTS: 0.35 of 8 codes for e4m3).
-_CODE_SHIFT = 0.35 / 8
 # 2**f - 1 = f - _CURVE f (1 - f) at f = 0, 1/2 and 1.
 _CURVE = 4 * (1.5 - math.sqrt(2))
+_NAN_CODE = 0x7F  # in both fp8 formats
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,9 @@ class _OnlineSoftmax:
     ) -> None:
         self.block, self.problem, self.spec = block, problem, spec
         self.policy: Fp8Policy = spec.policy
+        self.on_sm90 = spec.accumulator == "sm90_fp8"
+        # Whether columns of ones beside V's sum up P as it was rounded.
+        self.sums_in_product = self.on_sm90 and not problem.traits.exact_row_sum
         self.sink, self.observer = sink, observer
         self.only_keys: tuple[Tensor, Tensor] | None = None
         n, hk, g, r, _ = block.q.shape
@@ -145,7 +150,10 @@ class _OnlineSoftmax:
         self.row_max = torch.full_like(zeros, _NEG_INF)
         self.row_sum = zeros
         self.row_sum_quantized = zeros.clone()
-        self.acc = accumulator_for(spec, (n, hk, g, r, block.v.shape[-1]), block.q.device)
+        columns = block.v.shape[-1] + self.sums_in_product
+        self.acc = accumulator_for(
+            spec, FORMATS[problem.traits.kv_format], (n, hk, g, r, columns), block.q.device
+        )
         self.q = block.q.double()
         self.row_scale = self._row_scale()
 
@@ -172,37 +180,54 @@ class _OnlineSoftmax:
             self._visit(start, min(start + tile_n, slots))
 
     def _visit(self, lo: int, hi: int) -> None:
-        x = self._scores(lo, hi)
+        s, factor = self._scores(lo, hi)
         v_scale = None
         if self._per_token("v") and self.block.v_scale is not None:
             v_scale = self.block.v_scale[:, :, None, None, lo:hi]
             if self.problem.traits.v_scale_in_exponent:
-                x = x + torch.log2(v_scale)
+                s, factor = s * factor + torch.log2(v_scale), torch.ones_like(factor)
         visible = self._visible(lo, hi)
-        x = x.masked_fill(~visible, _NEG_INF)
+        x = (s * factor).masked_fill(~visible, _NEG_INF)
         rescale = self._update_max(x)
-        p = _exp2(x - self._finite_max() + self.policy.max_offset)
-        rounded, weight = self._round(x, p, v_scale)
-        exact = rounded * weight if self.policy.exp2 != "exact" else p * self._sum_weight(v_scale)
-        self.row_sum = self.row_sum * rescale + _sum(exact)
+        shift = self.policy.offset_in_use - self._finite_max()
+        log2_p = x + shift
+        if self.on_sm90 or self.policy.exp2 != "exact":
+            log2_p = fma(s, factor, shift).masked_fill(~visible, _NEG_INF)
+        p = _exp2(log2_p)
+        if self.policy.exp2 == "exact":
+            rounded, weight = self._round(p, v_scale)
+        else:
+            octaves = fma(s, factor, shift + self.policy.format.exponent_bias)
+            octaves = octaves.masked_fill(~visible, _NEG_INF)
+            curved = self.policy.exp2 == "code_quadratic"
+            rounded, weight = code_of(octaves, self.policy.format, curved).float(), 1.0
+        self.row_sum = self.row_sum * rescale + _sum(p * self._sum_weight(v_scale))
         self.row_sum_quantized = self.row_sum_quantized * rescale + _sum(rounded * weight)
         self.acc.rescale(rescale)
         v = self.block.v[:, :, lo:hi].double()
+        if self.sums_in_product:
+            v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
         self.acc.add(rounded, nonfinite.without(v), lo)
         terms = nonfinite.terms(rounded, visible, v)
         if terms is not None:
             self.acc.add_terms(terms)
 
-    def _scores(self, lo: int, hi: int) -> Tensor:
-        """x of a tile without V's scale: softcapped scores in log2 units."""
-        k = self.block.k[:, :, lo:hi].double()
-        s = torch.einsum("nhgrd,nhsd->nhgrs", self.q, k).float()
+    def _scores(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Scores of a tile, and the factor of each row that makes x of them, without V's scale."""
+        k = self.block.k[:, :, lo:hi]
+        traits = self.problem.traits
+        if self.on_sm90:
+            formats = FORMATS[traits.q_format], FORMATS[traits.kv_format]
+            s = narrow_scores(self.block.q, k, formats)
+        else:
+            s = torch.einsum("nhgrd,nhsd->nhgrs", self.q, k.double()).float()
         if self._per_token("k") and self.block.k_scale is not None:
             s = s * self.block.k_scale[:, :, None, None, lo:hi]
         softcap = self.problem.sizes.softcap
         if softcap:
-            return torch.tanh(s * (self.row_scale / softcap)) * (softcap * LOG2E)
-        return s * (self.row_scale * LOG2E)
+            capped = torch.tanh(s * (self.row_scale / softcap)) * (softcap * LOG2E)
+            return capped, torch.ones_like(self.row_scale)
+        return s, self.row_scale * LOG2E
 
     def _visible(self, lo: int, hi: int) -> Tensor:
         """Which keys of a tile each row sees in this part, (n, 1, 1, r, hi - lo)."""
@@ -216,7 +241,11 @@ class _OnlineSoftmax:
 
     def _update_max(self, x: Tensor) -> Tensor:
         """Raise the running maximum where it lags by more than the threshold; return a."""
-        old, new = self.row_max, torch.maximum(self.row_max, x.amax(-1))
+        top = x.amax(-1)
+        if self.policy.exp2 != "exact":
+            per_octave = 2.0**self.policy.format.mantissa_bits
+            top = (top * per_octave).round() / per_octave
+        old, new = self.row_max, torch.maximum(self.row_max, top)
         lag = torch.where(new.isneginf(), 0.0, new - old)
         keep = lag <= self.policy.rescale_threshold
         self.row_max = torch.where(keep, old, new)
@@ -224,7 +253,7 @@ class _OnlineSoftmax:
         if self.observer is not None:
             alive = ~old.isneginf()
             finite = self._finite_max()
-            p = _exp2(x - finite + self.policy.max_offset)
+            p = _exp2(x - finite + self.policy.offset_in_use)
             self.observer(TileStats(alive, alive & ~keep, p, finite[..., 0]))
         return rescale
 
@@ -238,13 +267,9 @@ class _OnlineSoftmax:
             return 1.0
         return 1.0 / v_scale
 
-    def _round(self, x: Tensor, p: Tensor, v_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    def _round(self, p: Tensor, v_scale: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """P as the tensor core reads it, and the w that makes its sum comparable to l."""
         fmt = self.policy.format
-        if self.policy.exp2 != "exact":
-            log2_p = x - self._finite_max() + self.policy.max_offset
-            curved = self.policy.exp2 == "code_quadratic"
-            return code_from_log2(log2_p, fmt, curved).float(), self._sum_weight(v_scale)
         if v_scale is not None and not self.problem.traits.v_scale_in_exponent:
             # No kernel does: `accuracy.policies` shows why.
             return saturating_cast(p * v_scale, fmt).float(), 1.0 / v_scale
@@ -252,7 +277,8 @@ class _OnlineSoftmax:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Add the sink, normalise, apply V's scale; O and LSE."""
-        top, offset = self.row_max, self.policy.max_offset
+        top, offset = self.row_max, self.policy.offset_in_use
+        excess = self.policy.code_excess_log2
         rescale = torch.ones_like(top)
         in_sink: Tensor | float = 0.0
         if self.sink is not None:
@@ -263,11 +289,14 @@ class _OnlineSoftmax:
             # 0 for a row without keys: 2**(0 - sink) could be inf, and 0 * inf is NaN
             lag = torch.where(self.row_max.isneginf(), 0.0, self.row_max - finite)
             rescale = torch.where(self.row_max.isneginf(), 0.0, _exp2(lag))
-            in_sink = _exp2(sink - finite + offset)
-        exactly = self.problem.traits.exact_row_sum
-        used = self.row_sum if exactly else self.row_sum_quantized
+            in_sink = _exp2(sink - finite + (offset + excess))
+        acc, used = self.acc.value(), self.row_sum_quantized
+        if self.problem.traits.exact_row_sum:
+            used = self.row_sum * 2.0**excess
+        elif self.sums_in_product:
+            acc, used = acc[..., :-1], acc[..., -1]
         total = used * rescale + in_sink
-        out = self.acc.value() * (rescale / torch.where(total == 0, 1.0, total))[..., None]
+        out = acc * (rescale / torch.where(total == 0, 1.0, total))[..., None]
         if self.block.v_scale is not None and not self._per_token("v"):
             out = out * self.block.v_scale[:, :, None, None]
         lse = LN2 * (self._finite_max()[..., 0] - offset + torch.log2(self.row_sum))
@@ -295,22 +324,19 @@ def _sum(p: Tensor) -> Tensor:
     return p.sum(-1, dtype=torch.float64).float()
 
 
-def code_from_log2(log2_p: Tensor, fmt: Format, curved: bool) -> Tensor:
+def code_of(octaves: Tensor, fmt: Format, curved: bool) -> Tensor:
     """P in an fp8 format straight from its logarithm: an fp8 bit pattern is nearly linear in log2.
 
-    code = round(2**mantissa_bits * (log2 P + bias) - shift), clamped to [0, largest]; `curved`
-    replaces the shift by a quadratic correction of the fraction. Below the normal range the map no
-    longer holds: P there comes out smaller than it is, and 0 from 2**-bias on.
+    `octaves` is log2 P + the exponent bias, so that code = round(2**mantissa_bits * octaves), ties
+    to even, clamped to [0, largest]; `curved` adds a quadratic correction of the fraction. Below
+    the normal range the map no longer holds: P there comes out smaller than it is, and 0 at last.
     """
-    octaves = log2_p + fmt.exponent_bias
     codes_per_octave = 2**fmt.mantissa_bits
+    octaves = octaves.clamp(min=-1.0)  # NaN stays NaN
     if curved:
         fraction = octaves - octaves.floor()
-        code = codes_per_octave * (octaves - _CURVE * fraction * (1 - fraction))
-    else:
-        code = codes_per_octave * (octaves - _CODE_SHIFT)
+        octaves = octaves - _CURVE * fraction * (1 - fraction)
     largest = int(torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8))
-    # -inf (a masked key) has no fraction: its code is NaN above and 0 here.
-    code = code.nan_to_num(nan=0.0, neginf=0.0).round().clamp(0, largest)
-    codes: Tensor = code.to(torch.uint8).view(fmt.dtype)
+    code = (codes_per_octave * octaves).round().clamp(0, largest)
+    codes: Tensor = code.nan_to_num(nan=_NAN_CODE).to(torch.uint8).view(fmt.dtype)
     return codes

@@ -29,8 +29,12 @@ def finish(ctx, work, head, state):
     row_max = select(row_max == Float32.inf, Float32(math.nan), row_max)
     row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
     row_sum = select(row_max == row_max, row_sum, row_max)
-    offset = ctx.traits.policy.max_offset
-    total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
+    policy = ctx.traits.policy
+    offset, excess = policy.offset_in_use, policy.code_excess_log2
+    total = row_sum_quantized
+    if const_expr(ctx.traits.exact_row_sum):
+        # Codes are larger than P in the mean, and so is P V: what divides it must be, too.
+        total = row_sum * 2.0**excess
     top = select(row_max == NEG_INF, Float32(0.0), row_max)
     lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
     rescale = Float32(1.0)
@@ -45,7 +49,7 @@ def finish(ctx, work, head, state):
         highest = cute.arch.fmax(row_max, sink)
         top = select(highest == NEG_INF, Float32(0.0), highest)
         rescale = cute.math.exp2(row_max - top, fastmath=True)
-        total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
+        total = total * rescale + cute.math.exp2(sink - top + (offset + excess), fastmath=True)
     inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
     inverse = select(total == total, inverse, total)  # NaN comes out as NaN
     # A row without keys is 0 whatever its sink is, as in a unit of work without keys.

@@ -12,12 +12,12 @@ from torch import Tensor
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import (
     ALIGNMENT,
-    TILE,
     CacheSpec,
     CombineSpec,
     Sm90Spec,
@@ -90,8 +90,10 @@ class _Launcher:
         self.problem, self.traits = problem, problem.traits
         self.kernel = _kernel(spec, target.arch)
         self.combine = _kernel(spec.combine, target.arch) if spec.split else None
-        before = spec.transpose if isinstance(spec, Sm90Spec) else None
-        self.transpose = None if before is None else _kernel(before, target.arch)
+        self.claims_units = isinstance(spec, Sm90Spec) and spec.claims_units
+        self.transpose_spec = spec.transpose if isinstance(spec, Sm90Spec) else None
+        if self.transpose_spec is not None:
+            self.transpose = _kernel(self.transpose_spec, target.arch)
         self.parts = plan.split.parts(problem.keys) if spec.split else 1
         self.scalars = _scalars(plan, problem, self.parts, target)
         self.is_cache = isinstance(spec, CacheSpec)
@@ -119,9 +121,9 @@ class _Launcher:
     def tensors(self, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
         """`Tensors` of the kernel's `operands`, as a plain tuple."""
         traits = self.traits
-        v = _aligned(o.v)
-        if self.transpose is not None:
-            v = self._transposed(self.transpose, o, v)
+        v, counter = _aligned(o.v), self._counter(o.q.device)
+        if self.transpose_spec is not None and counter is not None:
+            v = self._transposed(self.transpose_spec, o, v, counter)
         shared = (
             _aligned(o.q), _aligned(o.k), v, out, lse,
             o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k, o.page_table,
@@ -134,21 +136,30 @@ class _Launcher:
         )
         if self.is_cache:
             return (*shared, *scales, o.selection, o.selection_lens)
-        return (*shared, _scale(o.q_descale, traits.q_descale, traits.q_layout), *scales)
+        if not self.claims_units:
+            counter = None
+        return (*shared, _scale(o.q_descale, traits.q_descale, traits.q_layout), *scales, counter)
 
-    def _transposed(self, transpose: Callable[..., Any], o: Operands, v: Tensor) -> Tensor:
+    def _counter(self, device: torch.device) -> Tensor | None:
+        """Of the units of work that CTAs claim; what transposes V makes it 0."""
+        if self.transpose_spec is not None:
+            return torch.empty(1, dtype=torch.int32, device=device)
+        return torch.zeros(1, dtype=torch.int32, device=device) if self.claims_units else None
+
+    def _transposed(self, spec: TransposeSpec, o: Operands, v: Tensor, counter: Tensor) -> Tensor:
         """V^T, as the SM90 kernel reads fp8: a copy of V in whole key tiles, keys along the rows."""
         heads, width = v.shape[-2:]
-        keys = self.problem.keys
+        keys, tile_n = self.problem.keys, spec.tile_n
+        shape: tuple[int, ...]
         if o.cu_seqlens_k is None:
             batch = v.shape[0] if o.page_table is None else o.page_table.shape[0]
-            shape = (batch, heads, width, -(-keys // TILE) * TILE)
+            shape = (batch, heads, width, columns_of(tile_n, keys))
         else:
             sequences = o.cu_seqlens_k.shape[0] - 1
-            shape = (heads, width, (v.shape[0] // TILE + sequences) * TILE)
+            shape = (heads, width, first_column(tile_n, v.shape[0], sequences))
         out = torch.empty(shape, dtype=torch.uint8, device=v.device)
         bounds = o.cu_seqlens_k, o.seqused_k, o.page_table
-        transpose((v.view(torch.uint8), out, *bounds), keys)
+        self.transpose((v.view(torch.uint8), out, *bounds, counter), keys)
         return out.view(v.dtype)
 
 

@@ -60,12 +60,46 @@ class Sm90Spec(ForwardSpec):
     """The SM90 forward kernel."""
 
     @property
+    def claims_units(self) -> bool:
+        """Whether CTAs claim units of work one by one, since these differ in length."""
+        t = self.traits
+        packed = "varlen" in (t.q_layout, t.kv_layout)
+        return t.bounded_left or t.bounded_right or packed or t.seqused_q or t.seqused_k
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.traits.q_format in ("e4m3", "e5m2")
+
+    @property
+    def in_sequence(self) -> bool:
+        """Whether a tile's products and softmax follow one another (`kernels/sm90/in_sequence.py`).
+
+        With codes by FMA, where the softmax is as short as the products, large tiles pay more than
+        overlap does; above head dim 128 there are no registers for anything else.
+        """
+        return self.is_fp8 and (self.traits.head_dim_v > 128 or self.traits.policy.exp2 != "exact")
+
+    @property
+    def tile_n(self) -> int:
+        """Keys of a tile: more where no scores wait beside another tile's products.
+
+        In 16 bits fewer, where registers, and shared memory for two, ask for it.
+        """
+        t = self.traits
+        if self.is_fp8:
+            return 2 * TILE if self.in_sequence and t.head_dim_v <= 128 else TILE
+        return TILE // 2 if t.head_dim + t.head_dim_v > _WIDEST_IN_16_BITS else TILE
+
+    @property
     def transpose(self) -> TransposeSpec | None:
         """The kernel that runs before, for fp8: wgmma reads V transposed."""
-        traits = self.traits
-        if traits.kv_format not in ("e4m3", "e5m2"):
+        if not self.is_fp8:
             return None
-        return TransposeSpec(traits.kv_layout, traits.head_dim_v, self.page_size, traits.seqused_k)
+        t = self.traits
+        return TransposeSpec(t.kv_layout, t.head_dim_v, self.tile_n, self.page_size, t.seqused_k)
+
+
+_WIDEST_IN_16_BITS = 192 + 128  # head dims of K and V, whose tiles may have 128 keys
 
 
 @dataclass(frozen=True)
@@ -168,9 +202,10 @@ class AppendSpec:
 
 @dataclass(frozen=True)
 class TransposeSpec:
-    """The kernel that transposes fp8 V for `Sm90Spec`'s."""
+    """The kernel that transposes fp8 V for `Sm90Spec`'s, in whole tiles of `tile_n` keys."""
 
     kv_layout: str
     head_dim_v: int
+    tile_n: int
     page_size: int | None = None
     seqused_k: bool = False

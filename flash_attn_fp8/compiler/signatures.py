@@ -55,6 +55,7 @@ def forward_signature(spec: Sm100Spec | Sm90Spec) -> tuple[Tensors, Scalars]:
         k_descale=_scale(traits.k_descale, rank_kv),
         v_descale=_scale(traits.v_descale, rank_kv),
         output_scale=_small(Float32, 1) if traits.output_scale else None,
+        counter=_small(Int32, 1) if isinstance(spec, Sm90Spec) and spec.claims_units else None,
     )
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
 
@@ -69,6 +70,7 @@ def transpose_signature(spec: TransposeSpec) -> tuple[TransposeTensors, Int32]:
         cu_seqlens_k=_small(Int32, 1) if packed else None,
         seqused_k=_small(Int32, 1) if spec.seqused_k else None,
         page_table=_small(Int32, 2) if spec.kv_layout == "paged" else None,
+        counter=_small(Int32, 1),
     )
     return tensors, Int32(0)
 

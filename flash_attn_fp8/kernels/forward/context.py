@@ -6,6 +6,7 @@ whose method is called there to be changed, unless its class is a frozen datacla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from flash_attn_fp8.problem import Traits
 
 @dataclass(frozen=True)
 class Context:
-    """Tensors, buffers, barriers; the units of work of this CTA: first, first + stride, ...
+    """Tensors, buffers, barriers; the units of work of this CTA: `first`, and what follows.
 
+    `following(index, count)` is the number of the unit after unit `index`, which was the `count`th.
     `buffers` and `barriers` are the kernel's own records; token scales have their place in both.
     """
 
@@ -32,7 +34,7 @@ class Context:
     buffers: Any
     barriers: Any
     first: Int32
-    stride: Int32
+    following: Callable[[Int32, Int32], Int32]
 
     @property
     def traits(self) -> Traits:

@@ -24,6 +24,7 @@ class Tensors(NamedTuple):
     k_descale: cute.Tensor | None
     v_descale: cute.Tensor | None
     output_scale: cute.Tensor | None  # (1,)
+    counter: cute.Tensor | None = None  # (1,), 0: units of work that CTAs have claimed
 
 
 class TmaOperands(NamedTuple):

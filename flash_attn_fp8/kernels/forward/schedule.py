@@ -219,7 +219,7 @@ def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr
     for. A unit that no key is visible in counts for nothing: `without_keys(work)`, if given.
     Returns both counts at the end.
     """
-    units, tiles = Int32(0), Int32(0)
+    units, tiles, count = Int32(0), Int32(0), Int32(0)
     index = ctx.first
     while index < ctx.schedule.total:
         work = ctx.schedule.work(index)
@@ -229,7 +229,8 @@ def each_unit(ctx, with_keys: cutlass.Constexpr, without_keys: cutlass.Constexpr
             tiles += work.tiles
         elif const_expr(without_keys is not None):
             without_keys(work)
-        index += ctx.stride
+        index = ctx.following(index, count)
+        count += 1
     return units, tiles
 
 

@@ -210,7 +210,7 @@ class Sm100Forward:
             buffers=buffers,
             barriers=barriers,
             first=cute.arch.block_idx()[0] // g.ctas,
-            stride=cute.arch.grid_dim()[0] // g.ctas,
+            following=lambda index, _: index + cute.arch.grid_dim()[0] // g.ctas,
         )
 
     def _unwritten(self, ctx: Context) -> Unwritten:

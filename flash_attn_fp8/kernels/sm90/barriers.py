@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_SLOTS
 from flash_attn_fp8.kernels.forward.rings import Ring
-from flash_attn_fp8.kernels.sm90.geometry import Geometry
+from flash_attn_fp8.kernels.sm90.geometry import UNIT_SLOTS, Geometry
 
 _WARPS = 4  # of a warpgroup
 
@@ -19,6 +19,7 @@ class Barriers:
     k: Ring  # load -> consumers
     v: Ring  # load -> consumers
     token_scales: Ring  # scales -> consumers: what belongs to each key of a tile
+    units: Ring  # load -> all others with units of work: which one is next
 
     @classmethod
     def of(cls, smem, geometry: Geometry) -> Barriers:
@@ -28,6 +29,7 @@ class Barriers:
             k=Ring.of(smem, geometry.stages, 1, consumers),
             v=Ring.of(smem, geometry.stages, 1, consumers),
             token_scales=Ring.of(smem, TOKEN_SCALE_SLOTS, 1, consumers),
+            units=Ring.of(smem, UNIT_SLOTS, 1, geometry.listeners),
         )
 
     def init(self) -> None:

@@ -22,6 +22,7 @@ class Buffers:
     k: cute.Pointer
     v: cute.Pointer
     token_scale: cute.Tensor  # (key, kind, slot): see token_scales.py
+    units: cute.Tensor  # (slot,): see units.py
 
 
 @dataclass(frozen=True)

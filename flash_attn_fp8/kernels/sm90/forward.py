@@ -9,7 +9,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint8, const_expr
+from cutlass import Float32, Int32, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -29,9 +29,11 @@ from flash_attn_fp8.kernels.sm90.geometry import (
     LOAD_WARP,
     SCALE_WARP,
     SUM_COLUMNS,
+    UNIT_SLOTS,
     Geometry,
 )
 from flash_attn_fp8.kernels.sm90.load import load_role
+from flash_attn_fp8.kernels.sm90.units import Claims, claim, hear
 from flash_attn_fp8.specs import Sm90Spec
 
 _CONSUMERS = 4  # the first consumer warp
@@ -100,7 +102,7 @@ class Sm90Forward:
         if warp < _CONSUMERS:
             cute.arch.setmaxregister_decrease(producer)
             if warp == LOAD_WARP:
-                load_role(context(), _loads(tma, boxes))
+                load_role(context(claims=True), _loads(tma, boxes))
             elif warp == SCALE_WARP:
                 if const_expr(g.scales_per_token):
                     token_scale_role(context())
@@ -119,13 +121,20 @@ class Sm90Forward:
         tiles = partial(smem.allocate_array, self.dtype, byte_alignment=1024)
         buffers = Buffers(
             token_scale=smem.allocate_tensor(Float32, of_keys, 16),
+            units=smem.allocate_tensor(Int32, cute.make_layout(UNIT_SLOTS), 16),
             q=tiles(g.q_bytes // g.element * g.q_stage),
             k=tiles(g.k_bytes // g.element * g.stages),
             v=tiles(g.v_bytes // g.element * g.stages),
         )
         return buffers, barriers
 
-    def _context(self, tensors, scalars, buffers, barriers) -> Context:
+    def _context(self, tensors, scalars, buffers, barriers, claims=False) -> Context:
+        def following(index, count):
+            if not self.spec.claims_units:
+                return index + cute.arch.grid_dim()[0]
+            units = Claims(barriers.units, buffers.units, tensors.counter)
+            return claim(units, count) if claims else hear(units, count)
+
         return Context(
             geometry=self.geometry,
             out_dtype=self.out_dtype,
@@ -135,7 +144,7 @@ class Sm90Forward:
             buffers=buffers,
             barriers=barriers,
             first=cute.arch.block_idx()[0],
-            stride=cute.arch.grid_dim()[0],
+            following=following,
         )
 
     def _unwritten(self, ctx: Context) -> Unwritten:

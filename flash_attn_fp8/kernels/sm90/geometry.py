@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
-from flash_attn_fp8.specs import TILE, WARP, Sm90Spec
+from flash_attn_fp8.specs import WARP, Sm90Spec
 
 # CUDA programming guide, technical specifications of compute capability 9.0.
 SHARED_MEMORY = 227 * 1024
@@ -25,7 +25,8 @@ ROWS = 64  # of a wgmma: the query rows of a warpgroup
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
 
-_WIDEST_IN_16_BITS = 192 + 128  # head dims of K and V, whose tiles may have 128 keys
+UNIT_SLOTS = 2  # units of work that the load warp has claimed and not all others have begun
+
 _MISCELLANY = 6 * 1024  # barriers, per-token scales, alignment
 
 
@@ -39,23 +40,11 @@ class Geometry(ForwardGeometry):
 
     @property
     def tile_n(self) -> int:
-        """Keys of a tile: more where no scores wait beside another tile's products.
-
-        In 16 bits fewer, where registers, and shared memory for two, ask for it.
-        """
-        if self.is_fp8:
-            return 2 * TILE if self.in_sequence and self.head_dim_v <= 128 else TILE
-        wide = self.head_dim + self.head_dim_v > _WIDEST_IN_16_BITS
-        return TILE // 2 if wide else TILE
+        return self.spec.tile_n
 
     @property
     def in_sequence(self) -> bool:
-        """Whether a tile's products and softmax follow one another (`in_sequence.py`).
-
-        With codes by FMA, where the softmax is as short as the products, large tiles pay more than
-        overlap does; above head dim 128 there are no registers for anything else.
-        """
-        return self.is_fp8 and (self.head_dim_v > 128 or self.spec.traits.policy.exp2 != "exact")
+        return self.spec.in_sequence
 
     @property
     def q_stage(self) -> int:
@@ -67,13 +56,18 @@ class Geometry(ForwardGeometry):
         return (1 + self.q_stage) * WARPGROUP
 
     @property
+    def listeners(self) -> int:
+        """Warps that learn from the load warp which unit of work is next."""
+        return self.q_stage * WARPGROUP // WARP + int(self.scales_per_token) + int(self.cleans_tail)
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of the first warpgroup, and of a consumer: 512 in all at the most."""
         return 24, 240
 
     @property
     def is_fp8(self) -> bool:
-        return self.element == 1
+        return self.spec.is_fp8
 
     @property
     def transposes_v(self) -> bool:

@@ -13,7 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from flash_attn_fp8.kernels.sm90.transposed import COLUMNS_AT_ONCE, KEYS_AT_ONCE
+from flash_attn_fp8.kernels.sm90.transposed import (
+    COLUMNS_AT_ONCE,
+    KEYS_AT_ONCE,
+    columns_of,
+    first_column,
+)
 from flash_attn_fp8.specs import TILE, WARP, TransposeSpec
 
 _GROUPS = TILE // KEYS_AT_ONCE  # of keys, of a tile
@@ -29,6 +34,7 @@ class TransposeTensors(NamedTuple):
     cu_seqlens_k: cute.Tensor | None
     seqused_k: cute.Tensor | None
     page_table: cute.Tensor | None
+    counter: cute.Tensor  # (1,): becomes 0, for the forward kernel
 
 
 class Transpose:
@@ -48,7 +54,7 @@ class Transpose:
             batch = t.transposed.shape[0]
         self.kernel.set_name_prefix("flash_attn_fp8_transpose")
         self.kernel(tensors).launch(
-            grid=(cute.ceil_div(max_seqlen_k, TILE), heads, batch),
+            grid=(columns_of(self.spec.tile_n, max_seqlen_k) // TILE, heads, batch),
             block=(self.spec.head_dim_v // COLUMNS_AT_ONCE * _GROUPS, 1, 1),
             stream=stream,
         )
@@ -59,9 +65,12 @@ class Transpose:
         cute.arch.griddepcontrol_launch_dependents()  # the forward's K and Q need none of this
         t = tensors
         tile, head, batch = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        if (tile + head + batch + thread) == 0:
+            t.counter[0] = 0
         offset, length = self._sequence(t, batch)
-        if tile * TILE < length:
-            thread = cute.arch.thread_idx()[0]
+        tile_n = self.spec.tile_n
+        if tile * TILE < cute.ceil_div(length, tile_n) * tile_n:
             warp, lane = thread // WARP, thread % WARP
             # A group of keys for each of 8 neighbours: they write 128 bytes of one row.
             key = tile * TILE + lane % _GROUPS * KEYS_AT_ONCE
@@ -115,7 +124,7 @@ class Transpose:
             else t.transposed[(batch, head, None, None)]
         )
         if const_expr(self.spec.kv_layout == "varlen"):
-            key = key + (offset // TILE + batch) * TILE
+            key = key + first_column(self.spec.tile_n, offset, batch)
         # Column 8q + 2i + e of V goes to row 8i + 2q + e.
         first = column // 32 * 32 + column % 32 // 8 * 2
         for word in cutlass.range_constexpr(_WORDS):

@@ -11,12 +11,18 @@ order rows and columns have suits the registers of the kernel that multiplies:
 
 from __future__ import annotations
 
-from flash_attn_fp8.specs import TILE
-
 KEYS_AT_ONCE = 16  # a thread's, and COLUMNS_AT_ONCE of V
 COLUMNS_AT_ONCE = 8
 
 
-def first_column(work):  # type: ignore[no-untyped-def]
-    """Where a packed sequence begins in V^T: at a key tile that no other sequence reaches."""
-    return (work.offset_k // TILE + work.batch) * TILE
+def first_column(tile_n: int, offset, sequence):  # type: ignore[no-untyped-def]
+    """Where a packed sequence begins in V^T: at a tile that no other sequence reaches.
+
+    `offset`: where it begins in V. Both may be values of the device.
+    """
+    return (offset // tile_n + sequence) * tile_n
+
+
+def columns_of(tile_n: int, keys):  # type: ignore[no-untyped-def]
+    """Columns of a sequence of so many keys: whole tiles."""
+    return (keys + tile_n - 1) // tile_n * tile_n

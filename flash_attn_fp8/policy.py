@@ -260,17 +260,21 @@ def _parse_field(name: str, value: str) -> object:
 
 
 # Named policies of each format. "default" was chosen by the evidence in docs/numerics.md;
-# "reference_fix" is the pair that flash-attention PR #2717 settled on.
+# "reference_fix" is the pair that flash-attention PR #2717 settled on. "sm90" is the default there:
+# its kernel adds P V to O in fp32 once a tile, which rescales for nothing, and codes by FMA take a
+# third of the time of exponentials (docs/kernel_sm90.md).
 POLICIES: dict[str, dict[str, Fp8Policy]] = {
     "e4m3": {
         "default": Fp8Policy("e4m3", max_offset=8, rescale_threshold=0.75),
         "reference_fix": Fp8Policy("e4m3", max_offset=4, rescale_threshold=4, row_sum="exact"),
         "eager_rescale": Fp8Policy("e4m3", max_offset=8, rescale_threshold=0),
         "balanced": Fp8Policy("e4m3", max_offset=6, rescale_threshold=2.75),
+        "sm90": Fp8Policy("e4m3", 8, rescale_threshold=0, exp2="code", promote_every=256),
     },
     "e5m2": {
         "default": Fp8Policy("e5m2", max_offset=11, rescale_threshold=4),
         "reference_fix": Fp8Policy("e5m2", max_offset=8, rescale_threshold=4, row_sum="exact"),
+        "sm90": Fp8Policy("e5m2", 11, rescale_threshold=0, exp2="code", promote_every=256),
     },
     # bf16 needs no shift: its range covers any probability that fp32 can tell from zero. fp16 is
     # shifted as far up as a threshold of 8 leaves room for: P is zero below 2**-32 of the largest.
@@ -282,8 +286,9 @@ POLICIES: dict[str, dict[str, Fp8Policy]] = {
 def policy_for(dtype: torch.dtype | str, name: str = "default") -> Fp8Policy:
     """The named policy for P in `dtype` (a torch dtype or a format's name).
 
-    Names for e4m3: "default", "reference_fix", "eager_rescale", "balanced"; for e5m2: "default",
-    "reference_fix"; for bf16 and fp16: "default".
+    Names for e4m3: "default", "reference_fix", "eager_rescale", "balanced", "sm90" (what a call
+    without a policy takes on SM90); for e5m2: "default", "reference_fix", "sm90"; for bf16 and
+    fp16: "default".
 
     Raises:
         InvalidArguments: no policy of that name, or no policies for that dtype.

@@ -87,7 +87,9 @@ class Sm90Spec(ForwardSpec):
         """
         t = self.traits
         if self.is_fp8:
-            return 2 * TILE if self.in_sequence and t.head_dim_v <= 128 else TILE
+            promote = t.policy.promote_every
+            seldom = promote is None or promote >= 2 * TILE
+            return 2 * TILE if seldom and self.in_sequence and t.head_dim_v <= 128 else TILE
         return TILE // 2 if t.head_dim + t.head_dim_v > _WIDEST_IN_16_BITS else TILE
 
     @property

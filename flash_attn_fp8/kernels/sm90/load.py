@@ -67,7 +67,9 @@ def _values(ctx: Context, loads: cutlass.Constexpr, work, i: Int32, tiles: Int32
         atom, tensor, box = loads.v
         head = ctx.schedule.kv_head(work.head)
         if const_expr(ctx.traits.kv_layout == "varlen"):
-            tensor = cute.domain_offset((first_column(ctx.geometry.tile_n, work.offset_k, work.batch), 0, 0), tensor)
+            tensor = cute.domain_offset(
+                (first_column(ctx.geometry.tile_n, work.offset_k, work.batch), 0, 0), tensor
+            )
             where = 0, head
         else:
             where = 0, head, work.batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_SLOTS
-from flash_attn_fp8.kernels.forward.rings import Ring
+from flash_attn_fp8.kernels.forward.rings import Ring, Signal
 from flash_attn_fp8.kernels.sm90.geometry import Geometry
 
 _WARPS = 4  # of a warpgroup
@@ -19,6 +19,8 @@ class Barriers:
     k: Ring  # load -> consumers
     v: Ring  # load -> consumers
     token_scales: Ring  # scales -> consumers: what belongs to each key of a tile
+    tail_asked: Signal  # consumers -> tail: a unit's first V tile is there
+    tail_clean: Signal  # tail -> consumers: what lies past the sequence in it is 0
 
     @classmethod
     def of(cls, smem, geometry: Geometry) -> Barriers:
@@ -28,6 +30,8 @@ class Barriers:
             k=Ring.of(smem, geometry.stages, 1, consumers),
             v=Ring.of(smem, geometry.stages, 1, consumers),
             token_scales=Ring.of(smem, TOKEN_SCALE_SLOTS, 1, consumers),
+            tail_asked=Signal.of(smem, 1, consumers),
+            tail_clean=Signal.of(smem, 1, 1),
         )
 
     def init(self) -> None:

@@ -140,9 +140,10 @@ class _Launcher:
         """V^T, as the SM90 kernel reads fp8: a copy of V in whole key tiles, keys along the rows."""
         heads, width = v.shape[-2:]
         keys = self.problem.keys
+        shape: tuple[int, ...]
         if o.cu_seqlens_k is None:
             batch = v.shape[0] if o.page_table is None else o.page_table.shape[0]
-            shape = (batch, heads, width, -(-keys // TILE) * TILE)
+            shape = (batch, heads, width, max(1, -(-keys // TILE)) * TILE)
         else:
             sequences = o.cu_seqlens_k.shape[0] - 1
             shape = (heads, width, (v.shape[0] // TILE + sequences) * TILE)

@@ -151,8 +151,13 @@ class Fp8Policy:
 
     def code_offset(self, fmt: Format) -> float:
         """`max_offset` in whole codes of the format, which is how `exp2="code"` has it."""
-        codes_per_octave = 2**fmt.mantissa_bits
+        codes_per_octave: int = 2**fmt.mantissa_bits
         return math.floor(self.max_offset * codes_per_octave) / codes_per_octave
+
+    @property
+    def offset(self) -> float:
+        """`max_offset` as a kernel's P, its sums and a sink's share have it."""
+        return self.code_offset(self.format) if self.exp2 == "code" else self.max_offset
 
     @property
     def headroom_log2(self) -> float:

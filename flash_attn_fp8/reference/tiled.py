@@ -17,8 +17,8 @@ sum again. At the end
 Products of codes are summed in fp64 and rounded to fp32 once a tile: fp8 products are then exact,
 so that the result does not depend on how many rows or sequences ride together.
 
-With policy.exp2 = "code" P's code comes straight from the logarithm, and no unrounded P exists:
-l is l_q there, and the LSE carries the error of the codes.
+With policy.exp2 = "code" P's code comes straight from the logarithm; l is still the sum of 2 ** (...),
+which a kernel makes only where it is wanted.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _OnlineSoftmax:
         rescale = self._update_max(x)
         p = _exp2(x - self._finite_max() + self.policy.max_offset)
         rounded, weight = self._round(x, p, v_scale)
-        exact = rounded * weight if self.policy.exp2 != "exact" else p * self._sum_weight(v_scale)
+        exact = p * self._sum_weight(v_scale)
         self.row_sum = self.row_sum * rescale + _sum(exact)
         self.row_sum_quantized = self.row_sum_quantized * rescale + _sum(rounded * weight)
         self.acc.rescale(rescale)

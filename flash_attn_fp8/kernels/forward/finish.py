@@ -29,7 +29,7 @@ def finish(ctx, work, head, state):
     row_max = select(row_max == Float32.inf, Float32(math.nan), row_max)
     row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
     row_sum = select(row_max == row_max, row_sum, row_max)
-    offset = ctx.traits.policy.max_offset
+    offset = ctx.traits.policy.offset
     total = row_sum if const_expr(ctx.traits.exact_row_sum) else row_sum_quantized
     top = select(row_max == NEG_INF, Float32(0.0), row_max)
     lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2

@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.kernels.sm90.geometry import UNIT_ROWS
 from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
 from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
@@ -28,9 +29,11 @@ from flash_attn_fp8.target import Target
 
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
 _MEMO_LIMIT = 8192
-# Of K and V that the units of work in flight should share: flash-attn-4's figure, less than half of
-# a B200's 126 MB, since what multiprocessors on both sides of the chip read lies in both halves.
-_L2_BYTES = 50 * 2**20
+# Of K and V that the units of work in flight should share. On SM100 flash-attention 4's figure, less
+# than half of a B200's 126 MB, since what multiprocessors on both sides of the chip read lies in both
+# halves; on SM90 what was fastest of 10 to 50 MiB (docs/kernel_sm90.md).
+_L2_BYTES = {"sm_100a": 50 * 2**20, "sm_90a": 10 * 2**20}
+_UNITS_PER_SM = 4
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
@@ -153,7 +156,7 @@ class _Launcher:
         shape: tuple[int, ...]
         if o.cu_seqlens_k is None:
             batch = v.shape[0] if o.page_table is None else o.page_table.shape[0]
-            shape = (batch, heads, width, columns_of(tile_n, keys))
+            shape = (batch, heads, width, max(tile_n, columns_of(tile_n, keys)))
         else:
             sequences = o.cu_seqlens_k.shape[0] - 1
             shape = (heads, width, first_column(tile_n, v.shape[0], sequences))
@@ -201,11 +204,24 @@ def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[
     )
     if isinstance(plan.spec, CacheSpec):
         return shared
+    at_once = _heads_at_once(plan, problem, parts, target) if traits.bounded_right else 1
+    return (*shared, at_once, target.sm_count)
+
+
+def _heads_at_once(plan: Plan, problem: Problem, parts: int, target: Target) -> int:
+    """How many heads' units of work are neighbours in the schedule: their K and V share the L2."""
+    sizes, traits = problem.sizes, problem.traits
     bytes_per_key = (traits.head_dim + traits.head_dim_v) * FORMATS[traits.kv_format].bits // 8
-    heads_at_once = _L2_BYTES // max(1, sizes.seqlen_k * bytes_per_key)
+    at_once = _L2_BYTES[target.arch] // max(1, sizes.seqlen_k * bytes_per_key)
     # No more than there are: the kernel multiplies them by the blocks of a head, in 32 bits.
-    heads_at_once = min(heads_at_once, sizes.batch * sizes.nheads * parts)
-    return (*shared, max(1, heads_at_once) if traits.bounded_right else 1, target.sm_count)
+    triples = sizes.batch * sizes.nheads * parts
+    if isinstance(plan.spec, Sm90Spec):
+        # Enough units that the long ones of the last group are not left over; groups alike.
+        units = max(1, -(-sizes.seqlen_q * plan.spec.group // UNIT_ROWS))
+        at_once = max(1, at_once, -(-_UNITS_PER_SM * target.sm_count // units))
+        triples = max(1, triples // plan.spec.group)
+        at_once = -(-triples // -(-triples // at_once))
+    return max(1, min(at_once, triples))
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flash_attn_fp8.cache_tile import tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.policy import Fp8Policy
+from flash_attn_fp8.policy import POLICIES, Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.specs import (
     TILE,
@@ -212,6 +212,7 @@ def _spec(
     traits = problem.traits
     if target.arch == SM90:
         group = traits.q_heads_per_kv_head if pack_gqa else 1
+        traits = replace(traits, policy=policy_of(problem, target))
         return Sm90Spec(traits, group, problem.sizes.page_size, split.divides)
     # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
     policy = traits.policy.replace(promote_every=None)
@@ -223,6 +224,17 @@ def _spec(
         split=split.divides,
         pair=_pays_to_pair(problem, group),
     )
+
+
+def policy_of(problem: Problem, target: Target) -> Fp8Policy:
+    """The policy that a problem runs under: the call's, or what is best on the target."""
+    traits = problem.traits
+    policy = traits.policy
+    if problem.request.policy_given or target.arch != SM90 or not policy.format.is_fp8:
+        return policy
+    best = POLICIES[policy.p_format]["sm90"]
+    # With V's scales in the exponent the sum is of exponentials.
+    return best.replace(row_sum="exact", exp2="exact") if traits.v_scale_in_exponent else best
 
 
 def _runs_cache_kernel(problem: Problem, target: Target) -> bool:
@@ -286,10 +298,13 @@ def _cache_tile(problem: Problem, target: Target) -> CacheTile:
 
 
 def _tiled(problem: Problem, target: Target) -> TiledSpec:
-    """The numerics of the target's tensor cores; fp32 where it has none (a CPU), or better ones."""
-    policy = problem.traits.policy
-    narrow = target.arch == SM90 and policy.format.is_fp8
-    return TiledSpec(policy, accumulator="sm90_fp8" if narrow else "fp32")
+    """The numerics of the target's kernel and tensor cores; those of fp32 sums elsewhere."""
+    policy = policy_of(problem, target)
+    if target.arch != SM90 or not policy.format.is_fp8:
+        return TiledSpec(policy)
+    tile_n = Sm90Spec(replace(problem.traits, policy=policy)).tile_n
+    promote = min(policy.promote_every or tile_n, tile_n)
+    return TiledSpec(policy.replace(promote_every=promote), tile_n, accumulator="sm90_fp8")
 
 
 def _split(problem: Problem, target: Target, pack_gqa: bool) -> Split:

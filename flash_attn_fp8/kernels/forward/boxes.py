@@ -12,6 +12,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from flash_attn_fp8.kernels.forward.context import Context
 
+_PAGES_AT_ONCE = 4  # a loop of all 16 would not fit a load warp's registers
+
 
 @dataclass(frozen=True)
 class Box:
@@ -113,17 +115,21 @@ def load_keys(
 
 @cute.jit
 def _pages(ctx: Context, load: cutlass.Constexpr, work, n_block: Int32, head: Int32, tile, barrier):
-    """The pages of a key tile, or the part of a page. What lies past the sequence reads as 0."""
+    """The pages of a key tile, or the part of a page. What lies past the sequence reads as 0.
+
+    Each lane looks up one of them, so that one read is waited for.
+    """
     g, table = ctx.geometry, ctx.tensors.page_table
     atom, tensor, box = load
-    page_size = g.spec.page_size
-    for row in cutlass.range_constexpr(0, g.tile_n, box.rows[0]):
-        key = n_block * g.tile_n + row
-        page = Int32(ctx.tensors.k.shape[0])  # out of bounds: TMA fills with zeros
-        if key < work.seqlen_k:
-            page = table[work.batch, key // page_size]
-        part = (key % page_size) // box.rows[0]
-        box.load(atom, tensor, (part, head, page), tile, row, barrier)
+    page_size, count = g.spec.page_size, g.tile_n // box.rows[0]
+    key = n_block * g.tile_n + cute.arch.lane_idx() % count * box.rows[0]
+    mine = Int32(ctx.tensors.k.shape[0])  # out of bounds: TMA fills with zeros
+    if key < work.seqlen_k:
+        mine = table[work.batch, key // page_size]
+    part = n_block * g.tile_n % page_size // box.rows[0]  # 0 of pages smaller than a tile
+    for i in cutlass.range(count, unroll=_PAGES_AT_ONCE):
+        page = mine if const_expr(count == 1) else cute.arch.shuffle_sync(mine, i)
+        box.load(atom, tensor, (part, head, page), tile, i * box.rows[0], barrier)
 
 
 def by_query(q, group: int):

@@ -21,6 +21,7 @@ from flash_attn_fp8.kernels.forward.boxes import Box, Loads, by_key, by_query
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.forward.schedule import Schedule
+from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
 from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import Barriers
@@ -40,7 +41,6 @@ from flash_attn_fp8.kernels.sm100.geometry import (
 )
 from flash_attn_fp8.kernels.sm100.load import load_role
 from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
-from flash_attn_fp8.kernels.sm100.shared_memory import zero_rows
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
 from flash_attn_fp8.kernels.sm100.tail import tail_role
 from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
@@ -279,7 +279,7 @@ class Sm100Forward:
         g = self.geometry
         for slot in cutlass.range_constexpr(g.q_slots):
             tile = buffers.q + slot * (TILE * g.head_dim)
-            zero_rows(g, tile, g.head_dim, g.rows, cute.arch.thread_idx()[0], THREADS)
+            zero_rows(g, tile, TILE, g.head_dim, g.rows, cute.arch.thread_idx()[0], THREADS)
         cute.arch.fence_view_async_shared()
 
 

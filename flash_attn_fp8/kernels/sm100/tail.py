@@ -16,9 +16,9 @@ from cutlass import Int32
 
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.forward.schedule import each_unit
+from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
 from flash_attn_fp8.kernels.sm100.barriers import v_use
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.shared_memory import zero_rows
 from flash_attn_fp8.specs import TILE, WARP
 
 
@@ -36,6 +36,6 @@ def _unit(ctx: Context, work, units: Int32, tiles: Int32):
     if valid < TILE:
         slot = ctx.barriers.kv.slot(v_use(g, tiles, work.tiles, 0))
         tile = ctx.buffers.kv + slot * (g.kv_bytes // g.element)
-        zero_rows(g, tile, g.head_dim_v, valid, cute.arch.lane_idx(), WARP)
+        zero_rows(g, tile, TILE, g.head_dim_v, valid, cute.arch.lane_idx(), WARP)
         cute.arch.fence_view_async_shared()
     arrive(ctx.barriers.tail_clean.at(0))

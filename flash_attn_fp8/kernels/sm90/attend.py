@@ -99,7 +99,7 @@ def _unit(ctx, products: cutlass.Constexpr, stage, work, units: Int32, tiles: In
         arrive(q.empty(units * ctx.geometry.q_stage + stage))
     else:
         t = Tiles.of(ctx, products)
-        _key_tiles(ctx, t, rows, tiles)
+        _key_tiles(ctx, t, rows, units, tiles)
         arrive(q.empty(units * ctx.geometry.q_stage + stage))
         _last_values(ctx, t, tiles + work.tiles - 1)
         o = t.o
@@ -117,7 +117,7 @@ def _without_keys(ctx, stage, work):
 
 
 @cute.jit
-def _key_tiles(ctx, t, rows, tiles):
+def _key_tiles(ctx, t, rows, units, tiles):
     """All key tiles of the rows, right to left; P of the last one is not multiplied yet.
 
     Those that some row sees in part, then those that all rows see whole, whose code has no mask;
@@ -130,6 +130,7 @@ def _key_tiles(ctx, t, rows, tiles):
     work = rows.work
     n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
     _first_scores(ctx, t, rows, tiles)
+    _await_clean_values(ctx, units, tiles)
     # The first tile is done, with a mask, whether it needs it or not.
     n_right = cutlass.min(n_right, work.n_max - 1)
     n_left = cutlass.min(n_left, n_right)
@@ -151,6 +152,15 @@ def _first_scores(ctx, t, rows, tiles):
     arrive(k.empty(tiles))
     softmax(ctx, rows, t.s, t.rescale, tiles, Int32(0), True)
     encode(ctx, rows, t.s, t.rescale, t.p_words)
+
+
+@cute.jit
+def _await_clean_values(ctx, units: Int32, tiles: Int32):
+    """Until what lies past the sequence in the unit's first V tile is 0; not in one's turn."""
+    if const_expr(ctx.geometry.cleans_tail):
+        ctx.barriers.v.wait_full(tiles)
+        arrive(ctx.barriers.tail_asked.at(0))
+        ctx.barriers.tail_clean.wait(0, units)
 
 
 @cute.jit

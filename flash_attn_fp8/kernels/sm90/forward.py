@@ -20,6 +20,7 @@ from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.forward.schedule import Schedule
+from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
 from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm90.attend import attend_role
 from flash_attn_fp8.kernels.sm90.barriers import Barriers
@@ -29,10 +30,12 @@ from flash_attn_fp8.kernels.sm90.geometry import (
     LOAD_WARP,
     SCALE_WARP,
     SUM_COLUMNS,
+    TAIL_WARP,
     UNIT_SLOTS,
     Geometry,
 )
 from flash_attn_fp8.kernels.sm90.load import load_role
+from flash_attn_fp8.kernels.sm90.tail import tail_role
 from flash_attn_fp8.kernels.sm90.units import Claims, claim, hear
 from flash_attn_fp8.specs import Sm90Spec
 
@@ -106,6 +109,9 @@ class Sm90Forward:
             elif warp == SCALE_WARP:
                 if const_expr(g.scales_per_token):
                     token_scale_role(context())
+            elif warp == TAIL_WARP:
+                if const_expr(g.cleans_tail):
+                    tail_role(context())
             elif warp == FILL_WARP:
                 if const_expr(self.spec.traits.q_layout == "varlen"):
                     fill(self._unwritten(context()))
@@ -171,8 +177,19 @@ class Sm90Forward:
             cute.arch.mbarrier_init_fence()
         if const_expr(g.sums_by_mma):
             self._write_ones(buffers)
+        if const_expr(g.rows < g.tile_m):
+            self._zero_unused_rows(buffers)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
+
+    @cute.jit
+    def _zero_unused_rows(self, buffers):
+        """Rows of query tiles that no token has: the tensor core reads what TMA never writes."""
+        g = self.geometry
+        for stage in cutlass.range_constexpr(g.q_stage):
+            tile = buffers.q + stage * (g.q_bytes // g.element)
+            thread = cute.arch.thread_idx()[0]
+            zero_rows(g, tile, g.tile_m, g.head_dim, g.rows, thread, g.threads)
 
     @cute.jit
     def _write_ones(self, buffers):

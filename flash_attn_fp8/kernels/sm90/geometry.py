@@ -22,6 +22,8 @@ TAIL_WARP = 2
 FILL_WARP = 3
 
 ROWS = 64  # of a wgmma: the query rows of a warpgroup
+CONSUMERS = 2  # warpgroups with a query tile each
+UNIT_ROWS = CONSUMERS * ROWS  # of a unit of work
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
 
@@ -49,7 +51,7 @@ class Geometry(ForwardGeometry):
     @property
     def q_stage(self) -> int:
         """Consumer warpgroups, each with a query tile of its own."""
-        return 2
+        return CONSUMERS
 
     @property
     def threads(self) -> int:
@@ -62,8 +64,11 @@ class Geometry(ForwardGeometry):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread of the first warpgroup, and of a consumer: 512 in all at the most."""
-        return 24, 240
+        """Of a thread of the first warpgroup, and of a consumer: what 384 threads start with, 168.
+
+        In fp8 consumers take all they can; in 16 bits they leave some to the addresses of pages.
+        """
+        return (24, 240) if self.is_fp8 else (40, 232)
 
     @property
     def is_fp8(self) -> bool:

@@ -92,6 +92,7 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
     """Scores of key tile `i` of the rows, number `tile` of the launch, become P, not rounded yet."""
     g, policy = ctx.geometry, ctx.traits.policy
     fmt = policy.format
+    sums = ctx.traits.exact_row_sum or g.spec.writes_lse
     scales = None
     if const_expr(g.scales_per_token):
         ctx.barriers.token_scales.wait_full(tile)
@@ -108,16 +109,21 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
         row_max, rescale[r] = raised(policy, rows.row_max[r], top)
         rows.row_max[r] = row_max
         finite = select(row_max == NEG_INF, Float32(0.0), row_max)
+        shift = Float32(policy.offset_in_use) - finite
+        total = Float32(0.0)
         if const_expr(policy.exp2 == "code"):
-            _codes(s, r, fmt, factor, policy.code_offset(fmt) - finite)
+            if const_expr(sums):
+                total = _sum_of_exponentials(s, r, factor, shift)
+            _codes(s, r, fmt, factor, shift)
         else:
-            shift = Float32(policy.max_offset) - finite
             for j in cutlass.range_constexpr(cute.size(s) // 4):
                 for e in cutlass.range_constexpr(2):
                     at = e + 2 * r + 4 * j
                     s[at] = cute.math.exp2(s[at] * factor + shift, fastmath=True)
-            if const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
-                rows.row_sum[r] = rows.row_sum[r] * rescale[r] + _sum(ctx, rows, s, r, scales)
+            if const_expr(sums):
+                total = _sum(ctx, rows, s, r, scales)
+        if const_expr(sums):
+            rows.row_sum[r] = rows.row_sum[r] * rescale[r] + total
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
 
@@ -224,6 +230,17 @@ def _sum(ctx, rows, p, r: cutlass.Constexpr, scales):
                 sums[e] = sums[e] + p[at] * scales[_column(rows, at), V_INVERSE]
             else:
                 sums[e] = sums[e] + p[at]
+    return sums[0] + sums[1]
+
+
+@cute.jit
+def _sum_of_exponentials(s, r: cutlass.Constexpr, factor, shift):
+    """Of a lane's part of a row, whose P will have none: the LSE and exact sums want them."""
+    sums = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(cute.size(s) // 4):
+        for e in cutlass.range_constexpr(2):
+            x = s[e + 2 * r + 4 * j] * factor + shift
+            sums[e] = sums[e] + cute.math.exp2(x, fastmath=True)
     return sums[0] + sums[1]
 
 

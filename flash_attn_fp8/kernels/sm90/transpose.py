@@ -52,21 +52,24 @@ class Transpose:
             batch = t.cu_seqlens_k.shape[0] - 1
         else:
             batch = t.transposed.shape[0]
+        tile_n = self.spec.tile_n
+        tiles = cutlass.max(columns_of(tile_n, max_seqlen_k), tile_n) // TILE
         self.kernel.set_name_prefix("flash_attn_fp8_transpose")
-        self.kernel(tensors).launch(
-            grid=(columns_of(self.spec.tile_n, max_seqlen_k) // TILE, heads, batch),
+        self.kernel(tensors, tiles, heads).launch(
+            grid=(tiles * heads * batch, 1, 1),  # not y and z, which end at 65,535
             block=(self.spec.head_dim_v // COLUMNS_AT_ONCE * _GROUPS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tensors: TransposeTensors):
+    def kernel(self, tensors: TransposeTensors, tiles: Int32, heads: Int32):
         """Device code."""
         cute.arch.griddepcontrol_launch_dependents()  # the forward's K and Q need none of this
         t = tensors
-        tile, head, batch = cute.arch.block_idx()
+        index = cute.arch.block_idx()[0]
+        tile, head, batch = index % tiles, index // tiles % heads, index // (tiles * heads)
         thread = cute.arch.thread_idx()[0]
-        if (tile + head + batch + thread) == 0:
+        if index + thread == 0:
             t.counter[0] = 0
         offset, length = self._sequence(t, batch)
         tile_n = self.spec.tile_n

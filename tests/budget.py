@@ -56,6 +56,10 @@ MODEL_SLACK = 1.05
 KERNEL_REL_L2 = 3e-3
 KERNEL_ERROR_SHARE = 0.03
 KERNEL_LSE_ABS = 1.1e-4
+# An accumulator of 13 fraction bits that moves to fp32 every 128 keys, at any length: what it may
+# add to an output of 0.75, and its error of noise over that of an exact accumulator.
+PROMOTED_ABS = 0.002
+PROMOTED_ERROR_RATIO = 1.1
 # Shares of the rescale threshold. Not halves: whole octaves leave the largest P a power of two,
 # which does not round, and that is the best case.
 LAGS = (0.0, 0.37, 0.81)

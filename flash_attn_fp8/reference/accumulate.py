@@ -5,7 +5,7 @@ in a unit 13 bits below the largest exponent among them; what is smaller is cut 
 product's exponent is the sum of its factors', a subnormal's that of the smallest normal number. The
 sum is cut off to 13 fraction bits again. `sim/hopper.py` has the same, compiled by numba; here it
 is once more because the emulation needs neither numba nor the CPU.
-`tests/sm90` holds one to the other.
+`tests/sm90/test_accumulation.py` holds one to the other.
 
 Measured on an H200 (docs/numerics.md): q = 0, V = 0.75 gives 0.668, 0.25, 0.0625 at 8k, 32k, 128k
 keys in kernels that accumulate there throughout.

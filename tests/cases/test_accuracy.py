@@ -281,8 +281,12 @@ LENGTHS = tuple(limits.CASE_9_NARROW)
 
 
 def on_hopper(x: Question, promote_every: int | None) -> Tensor:
-    """The output on an emulated SM90 accumulator, one split."""
-    policy = policy_for("e4m3").replace(promote_every=promote_every)
+    """The output on an emulated SM90 accumulator, one split.
+
+    Kernels that never promote divide by the fp32 sum; the sum of the rounded P would stall, too.
+    """
+    row_sum = "quantized" if promote_every else "exact"
+    policy = policy_for("e4m3").replace(promote_every=promote_every, row_sum=row_sum)
     spec = TiledSpec(policy, accumulator="sm90_fp8")
     call = fa.flash_attn_func.describe_call(x.q, x.k, x.v, out_dtype=torch.float32)
     out = torch.empty(problem_of(call).out_shape)

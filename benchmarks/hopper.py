@@ -50,10 +50,7 @@ SHAPES = (
 )  # fmt: skip
 RUNS = 60
 KEYS = (1024, 8192, 32768, 131072)
-POLICIES = {
-    exp2: fa.Fp8Policy("e4m3", max_offset=8, rescale_threshold=0.75, exp2=exp2)
-    for exp2 in ("code", "exact")
-}
+POLICIES = {exp2: fa.policy_for("e4m3", "sm90").replace(exp2=exp2) for exp2 in ("code", "exact")}
 
 
 def _ours(given: Inputs, policy: fa.Fp8Policy | None, causal: bool) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import Format, saturating_cast
 from flash_attn_fp8.plan import Split, TiledSpec
-from flash_attn_fp8.policy import LN2, LOG2E, Fp8Policy
+from flash_attn_fp8.policy import CODE_SHIFT, LN2, LOG2E, Fp8Policy
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.reference import nonfinite
 from flash_attn_fp8.reference.accumulate import accumulator_for
@@ -46,9 +46,6 @@ _NEG_INF = float("-inf")
 # Elements of a score tile that is worked on at once: 8 MiB in fp32, near the caches' size.
 _SCORES_AT_ONCE = 1 << 21
 
-# Share of an octave by which log2 overestimates a code's linear fraction, times the codes of an
-# octave: the shift that centres the error of the linear code (FACTS: 0.35 of 8 codes for e4m3).
-_CODE_SHIFT = 0.35 / 8
 # 2**f - 1 = f - _CURVE f (1 - f) at f = 0, 1/2 and 1.
 _CURVE = 4 * (1.5 - math.sqrt(2))
 
@@ -308,7 +305,7 @@ def code_from_log2(log2_p: Tensor, fmt: Format, curved: bool) -> Tensor:
         fraction = octaves - octaves.floor()
         code = codes_per_octave * (octaves - _CURVE * fraction * (1 - fraction))
     else:
-        code = codes_per_octave * (octaves - _CODE_SHIFT)
+        code = codes_per_octave * (octaves - CODE_SHIFT)
     largest = int(torch.tensor(fmt.max).to(fmt.dtype).view(torch.uint8))
     # -inf (a masked key) has no fraction: its code is NaN above and 0 here.
     code = code.nan_to_num(nan=0.0, neginf=0.0).round().clamp(0, largest)

@@ -34,6 +34,7 @@ from flash_attn_fp8.kernels.forward.scales import is_uniform, per_token, row_fac
 from flash_attn_fp8.kernels.forward.schedule import Work
 from flash_attn_fp8.kernels.online import capped, raised
 from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
+from flash_attn_fp8.policy import CODE_SHIFT
 from flash_attn_fp8.specs import WARP
 
 
@@ -251,7 +252,7 @@ def _codes(s, r: cutlass.Constexpr, fmt: cutlass.Constexpr, factor, offset):
     for j in cutlass.range_constexpr(cute.size(s) // 4):
         for e in cutlass.range_constexpr(2):
             at = e + 2 * r + 4 * j
-            s[at] = s[at] * (factor * scale) + (offset + fmt.exponent_bias) * scale
+            s[at] = s[at] * (factor * scale) + (offset + (fmt.exponent_bias - CODE_SHIFT)) * scale
 
 
 @cute.jit

@@ -17,8 +17,8 @@ sum again. At the end
 Products of codes are summed in fp64 and rounded to fp32 once a tile: fp8 products are then exact,
 so that the result does not depend on how many rows or sequences ride together.
 
-With policy.exp2 = "code" P's code comes straight from the logarithm; l is still the sum of 2 ** (...),
-which a kernel makes only where it is wanted.
+With policy.exp2 = "code" P's code comes straight from the logarithm; l is still the sum of
+2 ** (...), which a kernel makes only where it is wanted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The consumer warpgroups: S = Q K^T, softmax, O = O * rescale + P V, 64 query rows each.
 
 A tile's P V and the next tile's Q K^T run on the tensor core while this one's softmax runs: P of
-tile i is multiplied after S of tile i + 1 was asked for. In 16 bits P V adds to O, which was rescaled
-just before. In fp8 it does not: Hopper's fp8 tensor cores keep 13 fraction bits of a sum, so a tile's
-product begins at 0, and is added to O in fp32, which also rescales O, for one FMA an element
-(docs/numerics.md). `_make_room` is where the two ways part.
+tile i is multiplied after S of tile i + 1 was asked for. In 16 bits P V adds to O, which was
+rescaled just before. In fp8 it does not: Hopper's fp8 tensor cores keep 13 fraction bits of a sum,
+so a tile's product begins at 0, and is added to O in fp32, which also rescales O, for one FMA an
+element (docs/numerics.md). `_make_room` is where the two ways part.
 """
 
 from __future__ import annotations

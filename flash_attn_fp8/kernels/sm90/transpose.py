@@ -1,8 +1,8 @@
 """The kernel that writes V^T (`transposed.py`), once for all query heads and query tiles.
 
 A thread has 16 keys, which lie together in V^T, and 8 columns of V, which lie together in V: it
-turns 4 x 4 bytes at a time in registers. Eight threads of a warp write 128 bytes of a row, four read
-32 of a key. Keys past a sequence's end become zeros, so that nothing stale is ever multiplied.
+turns 4 x 4 bytes at a time in registers. Eight threads of a warp write 128 bytes of a row, four
+read 32 of a key. Keys past a sequence's end become zeros, so that nothing stale is multiplied.
 """
 
 from __future__ import annotations

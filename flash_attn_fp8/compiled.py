@@ -14,13 +14,12 @@ from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.kernels.sm90.geometry import UNIT_ROWS
 from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
-from flash_attn_fp8.plan import Plan
+from flash_attn_fp8.plan import Kernel, Plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import (
     ALIGNMENT,
     CacheSpec,
-    CombineSpec,
     Sm90Spec,
     Sm100Spec,
     TransposeSpec,
@@ -44,9 +43,7 @@ def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tens
         _launch(plan, problem, operands, out, lse)
 
 
-def _kernel(
-    spec: Sm90Spec | Sm100Spec | CacheSpec | CombineSpec | TransposeSpec, arch: str
-) -> Callable[..., Any]:
+def _kernel(spec: Kernel, arch: str) -> Callable[..., Any]:
     from flash_attn_fp8.compiler import cache
 
     return cache.kernel(spec, arch)
@@ -56,10 +53,8 @@ def _simulate(
     plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None
 ) -> None:
     asked = settings()
-    if asked.trace is not None and not asked.trace.names and isinstance(plan.spec, Sm100Spec):
-        from flash_attn_fp8.kernels.sm100.geometry import ROLES
-
-        asked.trace.names.update(ROLES)
+    if asked.trace is not None and not asked.trace.names:
+        asked.trace.names.update(_roles(plan))
     with sim.device(asked.target.arch, **asked.device_options()) as gpu:
         # Memory that the device knows: an access outside of any of these is an error.
         copies = [None if t is None else _twin(t) for t in operands]
@@ -70,6 +65,19 @@ def _simulate(
     out.copy_(here[0])
     if lse is not None and here[1] is not None:
         lse.copy_(here[1])
+
+
+def _roles(plan: Plan) -> dict[int, str]:
+    """Names of a forward kernel's warps."""
+    if isinstance(plan.spec, Sm100Spec):
+        from flash_attn_fp8.kernels.sm100 import geometry as sm100
+
+        return sm100.ROLES
+    if isinstance(plan.spec, Sm90Spec):
+        from flash_attn_fp8.kernels.sm90 import geometry as sm90
+
+        return sm90.ROLES
+    return {}
 
 
 def _twin(x: Tensor) -> Tensor:
@@ -150,7 +158,7 @@ class _Launcher:
         return torch.zeros(1, dtype=torch.int32, device=device) if self.claims_units else None
 
     def _transposed(self, spec: TransposeSpec, o: Operands, v: Tensor, counter: Tensor) -> Tensor:
-        """V^T, as the SM90 kernel reads fp8: a copy of V in whole key tiles, keys along the rows."""
+        """V^T, as the SM90 kernel reads fp8: a copy of V in whole key tiles, keys along rows."""
         heads, width = v.shape[-2:]
         keys, tile_n = self.problem.keys, spec.tile_n
         shape: tuple[int, ...]

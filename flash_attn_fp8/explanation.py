@@ -16,10 +16,9 @@ from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan, TiledSpec, plan_for
+from flash_attn_fp8.plan import Kernel, Plan, TiledSpec, plan_for
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem, Traits
-from flash_attn_fp8.specs import CacheSpec, CombineSpec, Sm100Spec
 from flash_attn_fp8.support import EXECUTORS, reasons_against
 from flash_attn_fp8.target import Target, target_named, target_of
 
@@ -107,7 +106,7 @@ class Explanation:
             f"  metadata  {'none' if plan.disable_scheduler_metadata else 'computed by the plan'}",
             f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
         ]
-        lines += [f"  kernel    {_kernel(plan, spec)}" for spec in plan.kernels[:1]]
+        lines += [f"  kernel    {_kernel(plan, k)}" for k in plan.kernels if k is plan.spec]
         first = " was asked for" if problem.request.impl else " comes first"
         others = [name for name in EXECUTORS if name != plan.impl]
         for name in others:
@@ -138,7 +137,7 @@ def _accumulation(spec: TiledSpec) -> str:
     return f"accumulated with 13 fraction bits, as SM90 does in fp8, {promotion}"
 
 
-def _kernel(plan: Plan, spec: Sm100Spec | CacheSpec | CombineSpec) -> str:
+def _kernel(plan: Plan, spec: Kernel) -> str:
     """Which kernel, as the name of its entry in the cache, and whether a call would wait for it."""
     from flash_attn_fp8.compiler import cache
     from flash_attn_fp8.compiler.key import key_of

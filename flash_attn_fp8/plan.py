@@ -125,6 +125,9 @@ class ReferenceSpec:
     """The definition in fp64; nothing to choose."""
 
 
+Kernel = Sm90Spec | Sm100Spec | CacheSpec | CombineSpec | TransposeSpec
+
+
 @dataclass(frozen=True)
 class Plan:
     """What will run. `rejected` maps the executors passed over to the reasons."""
@@ -138,7 +141,7 @@ class Plan:
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
-    def kernels(self) -> tuple[Sm90Spec | Sm100Spec | CacheSpec | CombineSpec | TransposeSpec, ...]:
+    def kernels(self) -> tuple[Kernel, ...]:
         """The compiled kernels that it launches, in their order."""
         spec = self.spec
         if not isinstance(spec, Sm90Spec | Sm100Spec | CacheSpec):

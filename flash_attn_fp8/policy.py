@@ -32,6 +32,7 @@ from flash_attn_fp8.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, dtyp
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)  # natural logarithms to log2 units, and back
 
+
 RowSum = Literal["exact", "quantized"]
 Exp2 = Literal["exact", "code", "code_quadratic"]
 

@@ -23,7 +23,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # What the code of a kernel is made from: the kernels, how they are compiled, the records in a spec.
 _SOURCES = ("kernels", "compiler", "specs.py", "problem.py", "policy.py", "formats.py")
 # Not a kernel's, by the name of its spec: other kernels, and what only finds or names kernels.
-_OTHERS = {"Sm100Spec": ("kernels/cached",), "CacheSpec": ("kernels/sm100",)}
+_SM90 = ("kernels/cached", "kernels/sm100")
+_OTHERS = {
+    "Sm100Spec": ("kernels/cached", "kernels/sm90"),
+    "Sm90Spec": _SM90,
+    "TransposeSpec": _SM90,
+    "CacheSpec": ("kernels/forward", "kernels/sm90", "kernels/sm100"),
+}
 _NOT_IN_CODE = tuple(f"compiler/{n}.py" for n in ("bundle", "cache", "cache_presets", "presets"))
 
 

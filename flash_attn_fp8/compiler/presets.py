@@ -2,8 +2,8 @@
 
 A preset stands for calls, made on meta tensors, and its specs are those of their plans: each is one
 that a real call of that kind runs. Those of dense calls are made for few and for many rows, since
-that decides whether CTAs work in pairs; the split of paged ones is asked for, where a real call's
-may follow from its lengths.
+that decides whether CTAs work in pairs, and which kernel runs 16 bits on SM90; the split of paged
+ones is asked for, where a real call's may follow from its lengths.
 """
 
 from __future__ import annotations
@@ -22,12 +22,19 @@ from flash_attn_fp8.compiler.cache_presets import CACHE_PRESETS, CachePreset
 from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import plan_for
-from flash_attn_fp8.specs import AppendSpec, CacheSpec, CombineSpec, Sm100Spec
+from flash_attn_fp8.specs import (
+    AppendSpec,
+    CacheSpec,
+    CombineSpec,
+    Sm90Spec,
+    Sm100Spec,
+    TransposeSpec,
+)
 from flash_attn_fp8.target import SHARED_MEMORY, target_named
 
-_FP8_ARCHS = ("sm_100a",)  # of kernels for fp8 queries
+_FORWARD_ARCHS = ("sm_90a", "sm_100a")  # of kernels for long queries, in fp8 as well
 ARCHS = tuple(SHARED_MEMORY)
-Spec = Sm100Spec | CacheSpec | CombineSpec | AppendSpec
+Spec = Sm90Spec | Sm100Spec | TransposeSpec | CacheSpec | CombineSpec | AppendSpec
 Layout = Literal["dense", "packed", "paged"]
 # Queries of dense calls: as few and as many as decide on pairs of CTAs, whatever the group.
 _SEQLENS_Q = (1, 1024)
@@ -67,6 +74,13 @@ PRESETS: dict[str, Preset | CachePreset] = {
         ("dense", "packed", "paged"),
         (4, 8),
     ),
+    "llama-bf16": Preset(
+        "the same in bf16",
+        ("dense", "packed", "paged"),
+        (4, 8),
+        formats=("bf16",),
+        scales=False,
+    ),
     "gpt-oss": Preset(
         "head dim 64, 8 query heads a KV head, sinks, full and 128-key windows in turn",
         ("packed", "paged"),
@@ -103,7 +117,7 @@ def specs_of(preset: Preset | CachePreset, arch: str) -> tuple[Spec, ...]:
     Raises:
         InvalidArguments: there are no kernels for the architecture.
     """
-    archs = ARCHS if isinstance(preset, CachePreset) else _FP8_ARCHS
+    archs = ARCHS if isinstance(preset, CachePreset) else _FORWARD_ARCHS
     if arch not in archs:
         raise InvalidArguments(f"arch={arch!r}: this preset is compiled for {', '.join(archs)}")
     found: dict[Spec, None] = {}

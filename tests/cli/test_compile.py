@@ -79,7 +79,7 @@ def test_out_makes_a_bundle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "llama", "--arch", "sm_90a"], "arch='sm_90a': this preset is compiled for"),
+        (["--preset", "llama", "--arch", "sm_89"], "arch='sm_89': this preset is compiled for"),
         (["--preset", "lama"], "preset='lama' is not one of smoke, llama"),
         ([], "preset='' is not one of"),
         (["--preset", "smoke", "--out", "/proc/self/bundle"], "cannot be written"),

@@ -1,1 +1,1 @@
-"""What the forward kernels of all architectures share: units of work, operands, scales, barriers."""
+"""What forward kernels of all architectures share: units of work, operands, scales, barriers."""

@@ -59,6 +59,7 @@ def finish(ctx, work, head, state):
 
 @cute.jit
 def write_lse(ctx, work, stage, row, lse):
+    """Store the LSE of a row; -inf of one that is not in use."""
     if const_expr(ctx.geometry.spec.writes_lse):
         token, head, exists = ctx.schedule.query(work, stage, row)
         if exists:

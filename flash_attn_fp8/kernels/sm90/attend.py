@@ -1,10 +1,10 @@
 """The consumer warpgroups: S = Q K^T, softmax, O = O * rescale + P V, 64 query rows each.
 
-A tile's P V and the next tile's Q K^T run on the tensor core while this one's softmax runs: P of tile
-i is multiplied after S of tile i + 1 was asked for. In 16 bits P V adds to O, which was rescaled just
-before. In fp8 it does not: Hopper's fp8 tensor cores keep 13 fraction bits of a sum, so a tile's
-product begins at 0, and is added to O in fp32, which also rescales O, for one FMA an element
-(docs/numerics.md). `_make_room` is where the two ways part.
+A tile's P V and the next tile's Q K^T run on the tensor core while this one's softmax runs: P of
+tile i is multiplied after S of tile i + 1 was asked for. In 16 bits P V adds to O, which was
+rescaled just before. In fp8 it does not: Hopper's fp8 tensor cores keep 13 fraction bits of a sum,
+so a tile's product begins at 0, and is added to O in fp32, which also rescales O, for one FMA an
+element (docs/numerics.md). `_make_room` is where the two ways part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Tiles:
     """What a warpgroup multiplies: descriptors of shared memory, and registers.
 
     A lane has two rows of S, P and O: `s` is numbered (e, row, i) for key 8i + 2q + e, where q is
-    the lane's number in its quad; `pv` and `o` so for columns, one and the same where the tensor core
-    adds to O. `rescale`: a factor for each row; `pv_rescale`: that of the P in `pv`.
+    the lane's number in its quad; `pv` and `o` so for columns, one and the same where the tensor
+    core adds to O. `rescale`: a factor for each row; `pv_rescale`: that of the P in `pv`.
     """
 
     products: Products

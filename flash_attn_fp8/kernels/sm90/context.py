@@ -112,7 +112,7 @@ def _atom(dtype, width: int, major: str):
 
 
 def _rows(dtype, shape):
-    """(row, element, slot) K-major: columns of swizzled chunks, as `forward/boxes.py` fills them."""
+    """(row, element, slot) K-major: columns of swizzled chunks, as `forward/boxes.py` fills it."""
     return cute.tile_to_shape(_atom(dtype, shape[1], "K"), shape, order=(0, 1, 2))
 
 

@@ -21,8 +21,12 @@ SCALE_WARP = 1
 TAIL_WARP = 2
 FILL_WARP = 3
 
-ROWS = 64  # of a wgmma: the query rows of a warpgroup
 CONSUMERS = 2  # warpgroups with a query tile each
+ROLES = {LOAD_WARP: "load", SCALE_WARP: "scales", TAIL_WARP: "tail", FILL_WARP: "fill"} | {
+    warp: f"attend {warp // 4 - 1}" for warp in range(4, 4 + 4 * CONSUMERS)
+}
+
+ROWS = 64  # of a wgmma: the query rows of a warpgroup
 UNIT_ROWS = CONSUMERS * ROWS  # of a unit of work
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
@@ -101,7 +105,7 @@ class Geometry(ForwardGeometry):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether warpgroups take turns to issue products (docs/kernel_sm90.md has both ways' times).
+        """Whether warpgroups take turns to issue products (docs/kernel_sm90.md times both ways).
 
         Not where the exponential unit is the limit: it would idle at the end of each turn.
         """

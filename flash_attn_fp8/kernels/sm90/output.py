@@ -19,7 +19,7 @@ _NEIGHBOURS = 8  # columns that a lane has of each V_SHARE
 
 @cute.jit
 def store(ctx, rows, o: cutlass.Constexpr, normalizers: cutlass.Constexpr):
-    """Normalise, convert and store the two rows of a lane; 0 where a row is not in use, or o None."""
+    """Normalise, convert and store a lane's two rows; 0 where a row is not in use, or o None."""
     for r in cutlass.range_constexpr(2):
         token, head, exists = ctx.schedule.query(rows.work, rows.stage, rows.row(r))
         factor = None if const_expr(o is None) else normalizers[r]

@@ -5,8 +5,8 @@ offset the policy's max_offset,
 
     P = 2 ** (x - m + offset),    l += sum P.
 
-The sum of P as it was rounded comes from columns of ones beside V's (`geometry.sums_by_mma`), or, in
-16 bits, of which a lane can add up its own, from registers.
+The sum of P as it was rounded comes from columns of ones beside V's (`geometry.sums_by_mma`), or,
+in 16 bits, from registers: a lane adds up its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flash_attn_fp8.specs import WARP
 
 @dataclass(frozen=True)
 class Rows:
-    """The two rows of a lane in a unit of work: 8 apart, shared with the other lanes of its quad."""
+    """A lane's two rows in a unit of work: 8 apart, shared with the other lanes of its quad."""
 
     ctx: Context
     work: Work
@@ -89,7 +89,7 @@ def _over_quad(x, op):
 
 @cute.jit
 def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Constexpr):
-    """Scores of key tile `i` of the rows, number `tile` of the launch, become P, not rounded yet."""
+    """Scores of key tile `i` of the rows, `tile` of the launch, become P, not yet rounded."""
     g, policy = ctx.geometry, ctx.traits.policy
     fmt = policy.format
     sums = ctx.traits.exact_row_sum or g.spec.writes_lse
@@ -221,7 +221,7 @@ def _integer_maximum(s, r: cutlass.Constexpr):
 
 @cute.jit
 def _sum(ctx, rows, p, r: cutlass.Constexpr, scales):
-    """Of a lane's part of a row of P, each divided by its key's V scale if that is in the exponent."""
+    """Of a lane's part of a row of P, each over its key's V scale if that is in the exponent."""
     sums = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(p) // 4):
         for e in cutlass.range_constexpr(2):
@@ -246,7 +246,7 @@ def _sum_of_exponentials(s, r: cutlass.Constexpr, factor, shift):
 
 @cute.jit
 def _codes(s, r: cutlass.Constexpr, fmt: cutlass.Constexpr, factor, offset):
-    """A row of P straight from its logarithm: an fp8 code is nearly linear in log2 (numerics.md)."""
+    """A row of P straight from its logarithm: fp8 codes are nearly linear in log2 (numerics.md)."""
     scale = 2**fmt.mantissa_bits * CODE
     for j in cutlass.range_constexpr(cute.size(s) // 4):
         for e in cutlass.range_constexpr(2):

@@ -1,12 +1,12 @@
 """The tail warp: zeroes the rows of V past the end of a sequence, in 16 bits.
 
 P is 0 there, but what lies there may be NaN (another sequence's rows, stale pages), and 0 * NaN is
-NaN. Only a unit's first key tile, the last of the sequence, can have such rows. In fp8 what transposes
-V writes zeros.
+NaN. Only a unit's first key tile, the last of the sequence, can have such rows. In fp8 what
+transposes V writes zeros.
 
-It waits for the consumers' word that the tile is there, not for the ring's barrier: who does not wait
-for every use of a ring cannot tell a phase from the one two rounds before. Every consumer warp gives
-it, so that none can be a unit behind its answer.
+It waits for the consumers' word that the tile is there, not for the ring's barrier: who does not
+wait for every use of a ring cannot tell a phase from the one two rounds before. Every consumer warp
+gives it, so that none can be a unit behind the answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The kernel that writes V^T (`transposed.py`), once for all query heads and query tiles.
 
-A thread has 16 keys, which lie together in V^T, and 8 columns of V, which lie together in V: it turns
-4 x 4 bytes at a time in registers. Eight threads of a warp write 128 bytes of a row, four read 32 of
-a key. Keys past a sequence's end become zeros, so that nothing stale is ever multiplied.
+A thread has 16 keys, which lie together in V^T, and 8 columns of V, which lie together in V: it
+turns 4 x 4 bytes at a time in registers. Eight threads of a warp write 128 bytes of a row, four
+read 32 of a key. Keys past a sequence's end become zeros, so that nothing stale is multiplied.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Transpose:
                 cute.autovec_copy(out, target)
 
     def _four_positions(self, words, word, q):
-        """Of each of 4 columns, a word of positions 4q to 4q + 3: keys 2q, 2q + 1, 8 + 2q, 9 + 2q."""
+        """Of each of 4 columns, positions 4q to 4q + 3: keys 2q, 2q + 1, 8 + 2q, 9 + 2q."""
         a, b, c, d = (words[word, k] for k in (2 * q, 2 * q + 1, 8 + 2 * q, 9 + 2 * q))
         low = cute.arch.prmt(a, b, 0x5140), cute.arch.prmt(c, d, 0x5140)
         high = cute.arch.prmt(a, b, 0x7362), cute.arch.prmt(c, d, 0x7362)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.kernels.sm90.geometry import UNIT_ROWS
+from flash_attn_fp8.kernels.sm90.geometry import Geometry
 from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
 from flash_attn_fp8.plan import Kernel, Plan
 from flash_attn_fp8.problem import Descale, Problem
@@ -225,7 +225,7 @@ def _heads_at_once(plan: Plan, problem: Problem, parts: int, target: Target) -> 
     triples = sizes.batch * sizes.nheads * parts
     if isinstance(plan.spec, Sm90Spec):
         # Enough units that the long ones of the last group are not left over; groups alike.
-        units = max(1, -(-sizes.seqlen_q * plan.spec.group // UNIT_ROWS))
+        units = max(1, -(-sizes.seqlen_q // Geometry(plan.spec).unit_tokens))
         at_once = max(1, at_once, -(-_UNITS_PER_SM * target.sm_count // units))
         triples = max(1, triples // plan.spec.group)
         at_once = -(-triples // -(-triples // at_once))

@@ -235,9 +235,9 @@ def policy_of(problem: Problem, target: Target) -> Fp8Policy:
     policy = traits.policy
     if problem.request.policy_given or target.arch != SM90 or not policy.format.is_fp8:
         return policy
-    best = POLICIES[policy.p_format]["sm90"]
-    # With V's scales in the exponent the sum is of exponentials.
-    return best.replace(row_sum="exact", exp2="exact") if traits.v_scale_in_exponent else best
+    if traits.v_scale_in_exponent:  # the sum is of exponentials, which have no codes
+        return policy.replace(rescale_threshold=0, row_sum="exact")
+    return POLICIES[policy.p_format]["sm90"]
 
 
 def _runs_cache_kernel(problem: Problem, target: Target) -> bool:

@@ -54,7 +54,8 @@ class Fp8Policy:
             whose V has per-token scales under fp8 P always take the fp32 sum: a policy given for
             such a call must say "exact".
         exp2: how P's code is made: "exact" (exponential, then rounding), "code" (the code straight
-            from one fused multiply-add) or "code_quadratic" (with a correction of the fraction).
+            from one fused multiply-add) or "code_quadratic"
+            (with a correction of the fraction).
             The last two need an fp8 `p_format`, and V's scales not per token.
         promote_every: keys after which P·V moves to an fp32 accumulator on tensor cores that
             accumulate with fewer bits (SM90 in fp8); None never does. Without effect where the
@@ -150,16 +151,6 @@ class Fp8Policy:
         """The format of P, with its limits."""
         return FORMATS[self.p_format]
 
-    def code_offset(self, fmt: Format) -> float:
-        """`max_offset` in whole codes of the format, which is how `exp2="code"` has it."""
-        codes_per_octave = 2.0**fmt.mantissa_bits
-        return math.floor(self.max_offset * codes_per_octave) / codes_per_octave
-
-    @property
-    def offset_in_use(self) -> float:
-        """The shift that P has, and so its fp32 sum: whole codes where P is made as a code."""
-        return self.max_offset if self.exp2 == "exact" else self.code_offset(self.format)
-
     @property
     def code_excess_log2(self) -> float:
         """log2 of how much larger P's linear codes are than P itself, in the mean.
@@ -191,7 +182,7 @@ class Fp8Policy:
         if self.exp2 != "exact":
             # The code of a subnormal is no logarithm; half a code rounds to 0.
             lowest = 0.5 / 2**self.format.mantissa_bits - self.format.exponent_bias
-        return lowest - self.offset_in_use
+        return lowest - self.max_offset
 
     def replace(self, **changes: object) -> Fp8Policy:
         """A copy with some fields changed; checked like a new one. What is UNSAFE remains so."""
@@ -270,12 +261,12 @@ POLICIES: dict[str, dict[str, Fp8Policy]] = {
         "reference_fix": Fp8Policy("e4m3", max_offset=4, rescale_threshold=4, row_sum="exact"),
         "eager_rescale": Fp8Policy("e4m3", max_offset=8, rescale_threshold=0),
         "balanced": Fp8Policy("e4m3", max_offset=6, rescale_threshold=2.75),
-        "sm90": Fp8Policy("e4m3", 8, rescale_threshold=0, exp2="code", promote_every=256),
+        "sm90": Fp8Policy("e4m3", 8.75, rescale_threshold=0, exp2="code", promote_every=256),
     },
     "e5m2": {
         "default": Fp8Policy("e5m2", max_offset=11, rescale_threshold=4),
         "reference_fix": Fp8Policy("e5m2", max_offset=8, rescale_threshold=4, row_sum="exact"),
-        "sm90": Fp8Policy("e5m2", 11, rescale_threshold=0, exp2="code", promote_every=256),
+        "sm90": Fp8Policy("e5m2", 15.75, rescale_threshold=0, exp2="code", promote_every=256),
     },
     # bf16 needs no shift: its range covers any probability that fp32 can tell from zero. fp16 is
     # shifted as far up as a threshold of 8 leaves room for: P is zero below 2**-32 of the largest.

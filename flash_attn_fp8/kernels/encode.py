@@ -97,15 +97,6 @@ def packed_codes(values, *, loc=None, ip=None) -> Uint32:
     return Uint32(asm(T.i32(), operands, _PACK_CODES, "=r,f,f,f,f", loc, ip))
 
 
-@dsl_user_op
-def whole_codes(x, fmt, *, loc=None, ip=None) -> Float32:
-    """x, a logarithm, rounded to what a code of the format can tell apart."""
-    per_octave = float(2**fmt.mantissa_bits)
-    scaled = (Float32(x) * per_octave).ir_value(loc=loc, ip=ip)
-    whole = Float32(asm(T.f32(), [scaled], "cvt.rni.f32.f32 $0, $1;", "=f,f", loc, ip))
-    return whole * (1 / per_octave)
-
-
 # 2**f on [-1/2, 1/2] by a quartic that is 1 at 0, minimax in relative error: 2.9e-6.
 _COEFFICIENTS = (1.0, 0.69312419, 0.24024099, 0.05590643, 0.00958285)
 _ROUND = 1.5 * 2.0**23  # added to a small number, leaves the nearest integer in its low bits

@@ -12,15 +12,15 @@ with a = 2 ** (m_old - m) and w = 1. Per-token V scales are folded into the expo
 log2(v_scale), which keeps P in range whatever the scales are, and w = 1 / v_scale makes l the true
 sum again. At the end
 
-    O / (l or l_q, by traits.exact_row_sum) * v_descale,    LSE = ln 2 * (m - offset + log2 l).
+    O / (l or l_q, by traits.exact_row_sum) * v_descale,    LSE = ln 2 * (m - max_offset + log2 l).
 
 Products of codes are summed in fp64 and rounded to fp32 once a tile: fp8 products are then exact,
 so that the result does not depend on how many rows or sequences ride together. With the accumulator
 "sm90_fp8" they are summed as Hopper's tensor cores do, the scores among them; l_q then comes from a
 column of ones beside V's, and x - m + offset from one FMA of S.
 
-With policy.exp2 = "code" P's code comes straight from the logarithm: m is rounded to whole codes,
-and the code of P is the integer next to 2 ** mantissa_bits * (x - m + offset + bias), from one FMA.
+With policy.exp2 = "code" P's code comes straight from the logarithm: it is the integer next to
+2 ** mantissa_bits * (x - m + offset + bias), from one FMA.
 What the codes stand for is 2 ** code_excess_log2 times P in the mean, which enters where l or a
 sink is compared with them.
 """
@@ -189,7 +189,7 @@ class _OnlineSoftmax:
         visible = self._visible(lo, hi)
         x = (s * factor).masked_fill(~visible, _NEG_INF)
         rescale = self._update_max(x)
-        shift = self.policy.offset_in_use - self._finite_max()
+        shift = self.policy.max_offset - self._finite_max()
         log2_p = x + shift
         if self.on_sm90 or self.policy.exp2 != "exact":
             log2_p = fma(s, factor, shift).masked_fill(~visible, _NEG_INF)
@@ -241,11 +241,7 @@ class _OnlineSoftmax:
 
     def _update_max(self, x: Tensor) -> Tensor:
         """Raise the running maximum where it lags by more than the threshold; return a."""
-        top = x.amax(-1)
-        if self.policy.exp2 != "exact":
-            per_octave = 2.0**self.policy.format.mantissa_bits
-            top = (top * per_octave).round() / per_octave
-        old, new = self.row_max, torch.maximum(self.row_max, top)
+        old, new = self.row_max, torch.maximum(self.row_max, x.amax(-1))
         lag = torch.where(new.isneginf(), 0.0, new - old)
         keep = lag <= self.policy.rescale_threshold
         self.row_max = torch.where(keep, old, new)
@@ -253,7 +249,7 @@ class _OnlineSoftmax:
         if self.observer is not None:
             alive = ~old.isneginf()
             finite = self._finite_max()
-            p = _exp2(x - finite + self.policy.offset_in_use)
+            p = _exp2(x - finite + self.policy.max_offset)
             self.observer(TileStats(alive, alive & ~keep, p, finite[..., 0]))
         return rescale
 
@@ -277,7 +273,7 @@ class _OnlineSoftmax:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Add the sink, normalise, apply V's scale; O and LSE."""
-        top, offset = self.row_max, self.policy.offset_in_use
+        top, offset = self.row_max, self.policy.max_offset
         excess = self.policy.code_excess_log2
         rescale = torch.ones_like(top)
         in_sink: Tensor | float = 0.0

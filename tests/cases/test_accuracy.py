@@ -288,7 +288,8 @@ def on_hopper(x: Question, promote_every: int | None) -> Tensor:
     row_sum = "quantized" if promote_every else "exact"
     policy = policy_for("e4m3").replace(promote_every=promote_every, row_sum=row_sum)
     spec = TiledSpec(policy, accumulator="sm90_fp8")
-    call = fa.flash_attn_func.describe_call(x.q, x.k, x.v, out_dtype=torch.float32)
+    options = dict(fp8_policy=policy, out_dtype=torch.float32)
+    call = fa.flash_attn_func.describe_call(x.q, x.k, x.v, **options)
     out = torch.empty(problem_of(call).out_shape)
     tiled.run(problem_of(call), call.operands, out, None, spec=spec, split=Split(1))
     return out

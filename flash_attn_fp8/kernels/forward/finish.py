@@ -30,7 +30,7 @@ def finish(ctx, work, head, state):
     row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
     row_sum = select(row_max == row_max, row_sum, row_max)
     policy = ctx.traits.policy
-    offset, excess = policy.offset_in_use, policy.code_excess_log2
+    offset, excess = policy.max_offset, policy.code_excess_log2
     total = row_sum_quantized
     if const_expr(ctx.traits.exact_row_sum):
         # Codes are larger than P in the mean, and so is P V: what divides it must be, too.

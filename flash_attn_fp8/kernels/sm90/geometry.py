@@ -21,13 +21,13 @@ SCALE_WARP = 1
 TAIL_WARP = 2
 FILL_WARP = 3
 
-CONSUMERS = 2  # warpgroups with a query tile each
+_MOST_CONSUMERS = 3  # warpgroups with a query tile each
+_NARROW = 64  # head dims up to which there are so many
 ROLES = {LOAD_WARP: "load", SCALE_WARP: "scales", TAIL_WARP: "tail", FILL_WARP: "fill"} | {
-    warp: f"attend {warp // 4 - 1}" for warp in range(4, 4 + 4 * CONSUMERS)
+    warp: f"attend {warp // 4 - 1}" for warp in range(4, 4 + 4 * _MOST_CONSUMERS)
 }
 
 ROWS = 64  # of a wgmma: the query rows of a warpgroup
-UNIT_ROWS = CONSUMERS * ROWS  # of a unit of work
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
 
@@ -55,7 +55,12 @@ class Geometry(ForwardGeometry):
     @property
     def q_stage(self) -> int:
         """Consumer warpgroups, each with a query tile of its own."""
-        return CONSUMERS
+        return 3 if self._narrow else 2
+
+    @property
+    def _narrow(self) -> bool:
+        """Whether a third consumer has registers: more warps hide more of what each waits for."""
+        return not self.is_fp8 and max(self.head_dim, self.head_dim_v) <= _NARROW
 
     @property
     def threads(self) -> int:
@@ -72,6 +77,8 @@ class Geometry(ForwardGeometry):
 
         In fp8 consumers take all they can; in 16 bits they leave some to the addresses of pages.
         """
+        if self._narrow:
+            return 32, 160
         return (24, 240) if self.is_fp8 else (40, 232)
 
     @property
@@ -109,7 +116,7 @@ class Geometry(ForwardGeometry):
 
         Not where the exponential unit is the limit: it would idle at the end of each turn.
         """
-        return not self.is_fp8
+        return not (self.is_fp8 or self._narrow)
 
     @property
     def v_columns(self) -> int:

@@ -76,28 +76,53 @@ def key_tiles(ctx, products: cutlass.Constexpr, rows, tiles):
     t.o.fill(0.0)
     work = rows.work
     n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
+    # The last tile is done with a mask, whether it needs it or not.
+    n_right = cutlass.max(n_right, work.n_min + 1)
+    n_left = cutlass.max(n_left, work.n_min + 1)
+    _scores(ctx, t, rows, tiles)
     for i in cutlass.range(work.n_max - n_right, unroll=1):
         _step(ctx, t, rows, tiles, i, True)
     for i in cutlass.range(work.n_max - n_right, work.n_max - n_left, unroll=1):
         _step(ctx, t, rows, tiles, i, False)
     if const_expr(ctx.traits.bounded_left):
-        for i in cutlass.range(work.n_max - n_left, work.tiles, unroll=1):
+        for i in cutlass.range(work.n_max - n_left, work.tiles - 1, unroll=1):
             _step(ctx, t, rows, tiles, i, True)
+    _probabilities(ctx, t, rows, tiles, work.tiles - 1, True)
+    _values(ctx, t, tiles + work.tiles - 1)
     return t.o
 
 
 @cute.jit
 def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
-    k, v, tile = ctx.barriers.k, ctx.barriers.v, tiles + i
+    """Softmax and P V of tile `i`, whose scores were asked for, and the next tile's scores."""
+    _probabilities(ctx, t, rows, tiles, i, masked)
+    _values(ctx, t, tiles + i)
+    _scores(ctx, t, rows, tiles + i + 1)
+
+
+@cute.jit
+def _scores(ctx, t, rows, tile: Int32):
+    """Ask for S of a tile."""
+    k = ctx.barriers.k
     k.wait_full(tile)
     multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tile))
+
+
+@cute.jit
+def _probabilities(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
+    """P of tile `i`."""
     warpgroup.wait_group(0)
-    arrive(k.empty(tile))
-    softmax(ctx, rows, t.s, t.rescale, tile, i, masked)
+    arrive(ctx.barriers.k.empty(tiles + i))
+    softmax(ctx, rows, t.s, t.rescale, tiles + i, i, masked)
     encode(ctx, rows, t.s, t.rescale, t.p_words)
+
+
+@cute.jit
+def _values(ctx, t, tile: Int32):
+    """P V of a tile, added to O."""
+    v = ctx.barriers.v
     v.wait_full(tile)
-    parts = ctx.geometry.v_parts
-    for part in cutlass.range_constexpr(parts):
+    for part in cutlass.range_constexpr(ctx.geometry.v_parts):
         multiply(t.products.pv_part(part), t.pv[part], t.p, t.v[part], v.slot(tile))
         warpgroup.wait_group(0)
         _add(ctx, t, part)

@@ -25,7 +25,6 @@ from flash_attn_fp8.kernels.encode import (
     packed,
     packed_codes,
     values_of_16bit,
-    whole_codes,
 )
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.geometry import K_FACTOR, V_INVERSE, V_LOG2
@@ -104,12 +103,10 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
     for r in cutlass.range_constexpr(2):
         factor = rows.factor[r] if const_expr(_is_plain(ctx)) else Float32(1.0)
         top = tops[r] * factor
-        if const_expr(policy.exp2 == "code"):
-            top = whole_codes(top, fmt)
         row_max, rescale[r] = raised(policy, rows.row_max[r], top)
         rows.row_max[r] = row_max
         finite = select(row_max == NEG_INF, Float32(0.0), row_max)
-        shift = Float32(policy.offset_in_use) - finite
+        shift = Float32(policy.max_offset) - finite
         total = Float32(0.0)
         if const_expr(policy.exp2 == "code"):
             if const_expr(sums):

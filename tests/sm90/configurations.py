@@ -1,7 +1,7 @@
 """Varied configurations of the SM90 kernel, each a few tiles of work for two multiprocessors.
 
-Queries and keys are small whole numbers, whose scores Hopper's 8-bit tensor cores have exactly: what
-is left to differ from the emulation, which has all scores in fp32, is P and what follows.
+Queries and keys are small whole numbers, whose scores Hopper's 8-bit tensor cores have exactly:
+what is left to differ from the emulation, which has scores in fp32, is P and what follows.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _together(
     return results
 
 
-def _check(name: str, layout: str, page_size: int, order: list[int], sms: int = 2) -> None:
+def _check_bits(name: str, layout: str, page_size: int, order: list[int], sms: int = 2) -> None:
     form = FORMS[name]
     sequences = [sequence(form, *size, seed=i) for i, size in enumerate(SIZES)]
     expected = _together(form, sequences, "varlen", 16, seed=0)
@@ -61,7 +61,7 @@ def _check(name: str, layout: str, page_size: int, order: list[int], sms: int = 
 
 
 def test_in_other_company_on_other_pages() -> None:
-    _check("e4m3, causal, splits by length", "paged", 16, [3, 0])
+    _check_bits("e4m3, causal, splits by length", "paged", 16, [3, 0])
 
 
 @pytest.mark.slow
@@ -70,14 +70,14 @@ def test_in_other_company_on_other_pages() -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_in_any_company(name: str, layout: str, page_size: int) -> None:
     if layout == "paged" or page_size == 8:
-        _check(name, layout, page_size, [4, 0, 2, 3])
+        _check_bits(name, layout, page_size, [4, 0, 2, 3])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_the_number_of_multiprocessors_is_nothing_to_a_row(name: str) -> None:
     for sms in (1, 3, 132):
-        _check(name, "varlen", 16, [0, 1, 2, 3, 4], sms)
+        _check_bits(name, "varlen", 16, [0, 1, 2, 3, 4], sms)
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def spec_of(
     return spec
 
 
-def _check(kind: dict[str, Any]) -> None:
+def _check_code(kind: dict[str, Any]) -> None:
     entry = cache.keep(spec_of(**kind), "sm_90a", "simulator")
     cubin = (entry / link.CUBIN).read_bytes()
     (blocks,) = sass.functions(sass.printed("nvdisasm", cubin=cubin)).values()
@@ -110,10 +110,10 @@ def _check_products(ptx: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_spilt_and_no_product_waits(kind: str) -> None:
-    _check(KINDS[kind])
+    _check_code(KINDS[kind])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_nor_in_others(kind: str) -> None:
-    _check(SLOW_KINDS[kind])
+    _check_code(SLOW_KINDS[kind])

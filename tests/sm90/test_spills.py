@@ -28,7 +28,7 @@ pytestmark = [
 ]
 PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
 CODES = Fp8Policy("e4m3", 8, 0.75, exp2="code")
-WINDOW: dict[str, Any] = {"window_size": (127, 0), "learnable_sink": torch.zeros(16)}
+WINDOW: dict[str, Any] = {"window_size": (127, 0), "learnable_sink": torch.zeros(16, device="meta")}
 KINDS: dict[str, dict[str, Any]] = {
     "e4m3, codes, full": {"fp8_policy": CODES},
     "bf16, a cache of small pages, split": {

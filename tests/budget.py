@@ -17,7 +17,8 @@ put the rows back, `saturating_cast` rounds, and the policy's limits are the pac
 are held to the definition by tests/cases/exact.py and `tests.sweep.check.definition`, which share
 nothing with the package.
 
-P's codes made without an exponential (`exp2`) have no model here; such a call has no budget.
+P's codes made without an exponential (`exp2`) have no model here; such a call has no budget but in
+terms of the call's with exponentials (`assert_codes_within`).
 
 This is the only module of the tests that may hold tolerances.
 """
@@ -60,6 +61,9 @@ KERNEL_LSE_ABS = 1.1e-4
 # add to an output of 0.75, and its error of noise over that of an exact accumulator.
 PROMOTED_ABS = 0.002
 PROMOTED_ERROR_RATIO = 1.1
+# A code straight from the logarithm is off by up to a whole one where a rounded exponential is by a
+# half: half of rounding, and the shift's half of what log2 is off a straight line.
+CODE_ERROR = 2.0
 # Shares of the rescale threshold. Not halves: whole octaves leave the largest P a power of two,
 # which does not round, and that is the best case.
 LAGS = (0.0, 0.37, 0.81)
@@ -144,6 +148,14 @@ def check_within(
     assert found <= limit, f"rel_l2 {found:.4g} > budget {limit:.4g}"
     if lse is not None:
         assert_lse(lse, budget)
+
+
+def assert_codes_within(budget: Budget, out: Tensor, lse: Tensor) -> None:
+    """Results of a call with exp2="code", against the budget of the same call with "exact"."""
+    assert_lse(lse, budget)
+    found = rel_l2(out.float(), budget.out)
+    limit = CODE_ERROR * budget.rel_l2_limit
+    assert found <= limit, f"rel_l2 {found:.4g} > {limit:.4g} of codes"
 
 
 def assert_lse(lse: Tensor, budget: Budget) -> None:

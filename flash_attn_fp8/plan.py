@@ -207,7 +207,7 @@ def _spec(
     impl: str, problem: Problem, target: Target, pack_gqa: bool, split: Split
 ) -> Sm90Spec | Sm100Spec | CacheSpec | TiledSpec | ReferenceSpec:
     if impl == "tiled":
-        return _tiled(problem, target)
+        return _tiled(problem, target, split)
     if impl == "reference":
         return ReferenceSpec()
     if _runs_cache_kernel(problem, target):
@@ -300,12 +300,13 @@ def _cache_tile(problem: Problem, target: Target) -> CacheTile:
     )
 
 
-def _tiled(problem: Problem, target: Target) -> TiledSpec:
+def _tiled(problem: Problem, target: Target, split: Split) -> TiledSpec:
     """The numerics of the target's kernel and tensor cores; those of fp32 sums elsewhere."""
     policy = policy_of(problem, target)
     if target.arch != SM90 or not policy.format.is_fp8:
         return TiledSpec(policy)
-    tile_n = Sm90Spec(replace(problem.traits, policy=policy)).tile_n
+    traits = replace(problem.traits, policy=policy)
+    tile_n = Sm90Spec(traits, split=split.divides).tile_n
     promote = min(policy.promote_every or tile_n, tile_n)
     return TiledSpec(policy.replace(promote_every=promote), tile_n, accumulator="sm90_fp8")
 

@@ -89,7 +89,8 @@ class Sm90Spec(ForwardSpec):
         if self.is_fp8:
             promote = t.policy.promote_every
             seldom = promote is None or promote >= 2 * TILE
-            return 2 * TILE if seldom and self.in_sequence and t.head_dim_v <= 128 else TILE
+            free = seldom and not self.split  # parts end on tiles of the usual size
+            return 2 * TILE if free and self.in_sequence and t.head_dim_v <= 128 else TILE
         return TILE // 2 if t.head_dim + t.head_dim_v > _WIDEST_IN_16_BITS else TILE
 
     @property

@@ -30,6 +30,11 @@ class Configuration(OnAnyTarget):
         arguments = super().arguments()
         for seed, name in enumerate("qk"):
             arguments[name] = _whole(arguments[name], seed)
+        if arguments["q"].dtype.itemsize == 1:  # exponentials, which the budget has a model of
+            policy = fa.policy_for(arguments["q"].dtype)
+            if self.per_token:
+                policy = policy.replace(row_sum="exact")
+            arguments = {"fp8_policy": policy, **arguments}
         return {"softmax_scale": 0.1, **arguments}
 
     def __hash__(self) -> int:

@@ -1,7 +1,8 @@
 """`python -m tests.sweep --impl tiled`: the whole sweep, with progress; resumes where it stopped.
 
 `python -m tests.sweep --impl sim --cases proof` is issue 4's: the 420 cases of the reference fix,
-and what lies beyond them, on the simulated kernel.
+and what lies beyond them, on the simulated kernel. `--impl cute` runs them by the SM90 kernel, on a
+device that has it, with exponentials or, by `--exp2 code`, without.
 
 Finished cases are kept in build/sweep/IMPL-DEVICE.jsonl, one line each, written as they finish;
 `--fresh` starts over. A kernel's are run again where its sources have changed since. `--shard I/N`
@@ -34,9 +35,10 @@ State = dict[str, dict[str, object]]
 
 def main(
     impl: Annotated[
-        str, typer.Option(help=f"executor: {', '.join(EXECUTORS + KERNELS)}")
+        str, typer.Option(help=f"executor: {', '.join(EXECUTORS + KERNELS)}; cute is SM90's")
     ] = "tiled",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    exp2: Annotated[str, typer.Option(help="how cute makes P: exact or code")] = "exact",
     cases: Annotated[str, typer.Option(help=f"which: {', '.join(grid.GRIDS)}")] = "full",
     fresh: Annotated[bool, typer.Option(help="forget what an earlier run finished")] = False,
     shard: Annotated[
@@ -50,6 +52,8 @@ def main(
     everything = grid.GRIDS[cases]()
     numbers = {spec: n for n, spec in enumerate(dict.fromkeys(case.spec for case in everything))}
     wanted = [case for case in everything if numbers[case.spec] % step == first]
+    if impl == "cute":
+        device, impl = "cuda", f"cute_{exp2}"
     state = STATE / f"{impl}-{device}.jsonl"
     if fresh:
         state.unlink(missing_ok=True)
@@ -80,10 +84,11 @@ def _load(state: Path, impl: str) -> State:
 
 def _sources_of(impl: str) -> str | None:
     """What identifies the sources of a kernel; None where no kernel runs."""
-    if impl not in KERNELS:
+    if impl not in KERNELS and "cute" not in impl:
         return None
     launches = Path(compiled.__file__).read_bytes()
-    kernel = fingerprint("simulator", "Sm100Spec")
+    simulated = impl in KERNELS
+    kernel = fingerprint(*("simulator", "Sm100Spec") if simulated else ("gpu", "Sm90Spec"))
     return hashlib.sha256(launches + kernel.encode()).hexdigest()[:16]
 
 
@@ -105,7 +110,10 @@ def _run(
             if (progress.tasks[0].elapsed or 0) > limit_s:
                 return
             try:
-                found = vars(check.run(case, impl, device))
+                if impl.startswith("cute"):
+                    found = vars(check.run_on_sm90(case, impl.removeprefix("cute_")))
+                else:
+                    found = vars(check.run(case, impl, device))
                 outcome = {name: x for name, x in found.items() if x is not None}
             except (AssertionError, SimulationError) as fault:
                 outcome = {"fault": f"{type(fault).__name__}: {str(fault).splitlines()[0]}"}

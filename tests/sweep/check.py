@@ -12,7 +12,9 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8.call import Operands
+from flash_attn_fp8.formats import FORMATS
 from tests.budget import (
+    CODE_ERROR,
     FP32_EPS,
     FP32_STEPS,
     Budget,
@@ -64,6 +66,32 @@ def run(case: Case, impl: str, device: str = "cpu") -> Outcome:
     emulated, _ = fa.flash_attn_varlen_func(**prepared.arguments, **ways, impl="tiled")
     alike = assert_like_emulation(out, lse, emulated, prepared.budget)
     return replace(outcome, from_emulation=alike.rel_l2, error_ratio=alike.error_ratio)
+
+
+def run_on_sm90(case: Case, exp2: str) -> Outcome:
+    """Run `case` by the SM90 kernel on its device, with exponentials or with codes.
+
+    Hopper's sums of 8-bit products have 13 fraction bits, of scores too, which the budget does not
+    know: LSE and output are those of the emulation, which has the same sums, and the output's error
+    is within the budget's model, for codes within twice that.
+    """
+    prepared = _prepare(case.shared(), "cuda")
+    policy = fa.policy_for(case.fmt).replace(rescale_threshold=0)
+    if exp2 == "code":
+        policy = fa.policy_for(case.fmt, "sm90")
+    ways = {"num_splits": case.num_splits, "pack_gqa": case.pack_gqa, "fp8_policy": policy}
+    (out, lse), (emulated, emulated_lse) = (
+        fa.flash_attn_varlen_func(**prepared.arguments, **ways, impl=impl)
+        for impl in ("cute", "tiled")
+    )
+    budget = prepared.budget
+    alike = assert_like_emulation(out, lse, emulated, budget, emulated_lse=emulated_lse)
+    found = rel_l2(out, budget.out)
+    limit = (
+        budget.rel_l2_limit * (CODE_ERROR if exp2 == "code" else 1) + FORMATS["bf16"].unit_roundoff
+    )
+    assert found <= limit, f"rel_l2 {found:.4g} > budget {limit:.4g}"
+    return Outcome(found, budget.rel_l2, alike.lse_error, alike.rel_l2, alike.error_ratio)
 
 
 @dataclass(frozen=True)

@@ -153,11 +153,13 @@ def _sequences(case: Case, score: dict[str, Any], device: str) -> Arranged:
     rows = arguments["q"].shape[0]  # some belong to no sequence
     exact = torch.zeros(rows, heads, dv, dtype=torch.float64)
     exact_lse = torch.full((heads, rows), -math.inf, dtype=torch.float64)
+    sink = score["learnable_sink"]
+    sink = None if sink is None else sink.cpu()
     start = 0
     for b, s in enumerate(sequences):
         mine = {name: scale[b : b + 1] for name, scale in scales.items()}
         out, lse = attention(
-            s.q[None], s.k[None], s.v[None], scales=mine, sink=score["learnable_sink"],
+            s.q[None], s.k[None], s.v[None], scales=mine, sink=sink,
             causal=score["causal"], window_size=score["window_size"],
         )  # fmt: skip
         exact[start : start + len(s.q)], exact_lse[:, start : start + len(s.q)] = out[0], lse[0]

@@ -28,9 +28,9 @@ from flash_attn_fp8.target import Target
 
 _UNBOUNDED = 0  # a bound that the kernel was compiled without
 _MEMO_LIMIT = 8192
-# Of K and V that the units of work in flight should share. On SM100 flash-attention 4's figure, less
-# than half of a B200's 126 MB, since what multiprocessors on both sides of the chip read lies in both
-# halves; on SM90 what was fastest of 10 to 50 MiB (docs/kernel_sm90.md).
+# Of K and V that the units of work in flight should share. On SM100 flash-attention 4's figure,
+# less than half of a B200's 126 MB, since what multiprocessors on both sides of the chip read lies
+# in both halves; on SM90 what was fastest of 10 to 50 MiB (docs/kernel_sm90.md).
 _L2_BYTES = {"sm_100a": 50 * 2**20, "sm_90a": 10 * 2**20}
 _UNITS_PER_SM = 4
 

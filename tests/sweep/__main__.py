@@ -149,7 +149,7 @@ def _write(cases: list[grid.Case], done: State, what: tuple[str, str, str], out:
             lse = max(float(o["lse_error"]) for o in passed)  # type: ignore[arg-type]
             rows.append(Row.of(case, impl, "LSE error, worst", "nats", lse))
             rows += _beside_emulation(case, impl, passed)
-    command = f"python -m tests.sweep --impl {impl} --device {device}"
+    command = f"python -m tests.sweep --impl {impl} --device {device}".replace("_", " --exp2 ")
     command += "" if which == "full" else f" --cases {which}"
     if rows:
         write(Results.here(rows, command), f"sweep_{impl}_{device}", out, columns=("head_dims",))
@@ -159,7 +159,7 @@ def _beside_emulation(
     case: dict[str, Scalar], impl: str, passed: list[dict[str, object]]
 ) -> list[Row]:
     """How far a kernel's cases are from the emulation of the same tiles and policy."""
-    if impl not in KERNELS:
+    if impl not in KERNELS and not impl.startswith("cute"):
         return []
     apart = [float(o["from_emulation"]) for o in passed]  # type: ignore[arg-type]
     ratios = [float(o["error_ratio"]) for o in passed]  # type: ignore[arg-type]

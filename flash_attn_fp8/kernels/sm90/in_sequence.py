@@ -1,7 +1,9 @@
-"""The consumer warpgroups where O fills most of the registers: fp8 with head dims of V above 128.
+"""Consumer warpgroups where O fills the registers, or the softmax is as short as the products.
 
-Scores, softmax and P V of a tile follow one another; beside one warpgroup's softmax runs the other's
-tensor core. P V is made in parts, some columns of V at a time, for there are registers for one part beside O.
+Scores, softmax and P V of a tile follow one another; beside one warpgroup's softmax runs the
+other's tensor core. The next tile's scores are asked for as soon as P V has left its registers.
+Above head dim 128 P V is made in parts, some columns of V at a time, for there are registers for
+one part beside O.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which unit of work a CTA takes next: every so many, or the next one that nobody has taken.
 
-Where units differ in length (bounds, packed sequences), the load warp claims them one by one from a
-counter that all CTAs share, and tells the other warps through a ring in shared memory. A CTA's first
-unit is its own number, so that nothing waits for the counter. Who works on a unit decides none of its
-bits.
+Where units differ in length (bounds, packed sequences), the load warp claims them one by one from
+a counter that all CTAs share, and tells the other warps through a ring in shared memory. A CTA's
+first unit is its own number, so that nothing waits for the counter. Who works on a unit decides
+none of its bits.
 """
 
 from __future__ import annotations

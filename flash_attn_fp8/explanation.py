@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Kernel, Plan, TiledSpec, plan_for
+from flash_attn_fp8.plan import Kernel, Plan, TiledSpec, plan_for, policy_of
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem, Traits
 from flash_attn_fp8.support import EXECUTORS, reasons_against
@@ -54,14 +54,16 @@ class Explanation:
             lines += ["would be refused:"]
             lines += [f"  {i}. {reason}" for i, reason in enumerate(self.reasons, 1)]
         if self.problem is not None:
-            lines += self._understood(self.problem)
+            lines += self._understood(self.problem, self.plan)
         if self.problem is not None and self.plan is not None:
             lines += self._planned(self.problem, self.plan)
         return "\n".join(lines)
 
     @staticmethod
-    def _understood(problem: Problem) -> list[str]:
+    def _understood(problem: Problem, plan: Plan | None) -> list[str]:
         t, s = problem.traits, problem.sizes
+        if plan is not None and plan.impl != "reference":
+            t = replace(t, policy=policy_of(problem, plan.target))
         scales = ", ".join(
             f"{name} per {kind.granularity.replace('_', ' and ')}"
             for name, kind in (("q", t.q_descale), ("k", t.k_descale), ("v", t.v_descale))

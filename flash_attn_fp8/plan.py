@@ -307,7 +307,7 @@ def _tiled(problem: Problem, target: Target, split: Split) -> TiledSpec:
         return TiledSpec(policy)
     traits = replace(problem.traits, policy=policy)
     tile_n = Sm90Spec(traits, split=split.divides).tile_n
-    promote = min(policy.promote_every or tile_n, tile_n)
+    promote = None if policy.promote_every is None else min(policy.promote_every, tile_n)
     return TiledSpec(policy.replace(promote_every=promote), tile_n, accumulator="sm90_fp8")
 
 

@@ -54,12 +54,12 @@ class Fp8Policy:
             whose V has per-token scales under fp8 P always take the fp32 sum: a policy given for
             such a call must say "exact".
         exp2: how P's code is made: "exact" (exponential, then rounding), "code" (the code straight
-            from one fused multiply-add) or "code_quadratic"
-            (with a correction of the fraction).
-            The last two need an fp8 `p_format`, and V's scales not per token.
-        promote_every: keys after which P·V moves to an fp32 accumulator on tensor cores that
-            accumulate with fewer bits (SM90 in fp8); None never does. Without effect where the
-            tensor core accumulates in fp32 (`explain` says which one a plan has).
+            from one fused multiply-add) or "code_quadratic" (with a correction of the fraction;
+            emulated only). The last two need an fp8 `p_format`, and V's scales not per token.
+        promote_every: keys after which, at the latest, P·V moves to an fp32 accumulator on tensor
+            cores that accumulate with fewer bits (SM90 in fp8, whose kernel does so once a tile of
+            128 or 256 keys); None never does. Without effect where the tensor core accumulates in
+            fp32 (`explain` says which one a plan has).
 
     `allow_saturation` is no argument: only `breaking_the_budget` makes a policy that has it.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
+from flash_attn_fp8.specs import TILE
 from flash_attn_fp8.target import SHARED_MEMORY, Target, simulated
 
 # In order of preference where the caller leaves the choice open.
@@ -106,6 +107,18 @@ def _forward_group(problem: Problem, target: Target) -> str | None:
     return None
 
 
+def _sm90_promotion(problem: Problem, target: Target) -> str | None:
+    policy = problem.traits.policy
+    if target.arch != SM90 or not policy.format.is_fp8:
+        return None
+    if policy.promote_every is not None and policy.promote_every >= TILE:
+        return None
+    return (
+        f"its kernel adds P·V to O in fp32 once a tile of {TILE} keys or more, not as "
+        f"promote_every={policy.promote_every}; use impl='tiled'"
+    )
+
+
 def _forward_exp2(problem: Problem, target: Target) -> str | None:
     exp2 = problem.traits.policy.exp2
     known = ("exact", "code") if target.arch == SM90 else ("exact",)
@@ -144,6 +157,7 @@ _FORWARD: tuple[Rule, ...] = (
     _forward_pages,
     _forward_group,
     _forward_exp2,
+    _sm90_promotion,
 )
 _KERNELS = (
     *(_of(rule, cache=False) for rule in _FORWARD),

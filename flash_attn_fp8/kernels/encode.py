@@ -97,6 +97,20 @@ def packed_codes(values, *, loc=None, ip=None) -> Uint32:
     return Uint32(asm(T.i32(), operands, _PACK_CODES, "=r,f,f,f,f", loc, ip))
 
 
+@dsl_user_op
+def mul_up(a, b, *, loc=None, ip=None) -> Float32:
+    """a * b, rounded towards infinity."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Float32(asm(T.f32(), operands, "mul.rp.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def fma_down(a, b, c, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded towards minus infinity."""
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Float32(asm(T.f32(), operands, "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
+
+
 # 2**f on [-1/2, 1/2] by a quartic that is 1 at 0, minimax in relative error: 2.9e-6.
 _COEFFICIENTS = (1.0, 0.69312419, 0.24024099, 0.05590643, 0.00958285)
 _ROUND = 1.5 * 2.0**23  # added to a small number, leaves the nearest integer in its low bits

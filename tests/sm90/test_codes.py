@@ -105,3 +105,12 @@ def test_the_largest_code_is_a_number() -> None:
         fp8_policy=fa.Fp8Policy("e4m3", 8, 0.75, exp2="code"),
     )  # fmt: skip
     assert torch.equal(out, torch.ones_like(out))
+
+
+def test_rounding_of_large_scores_makes_no_code_too_large() -> None:
+    """Of millions of octaves, where fp32 has quarters: a code above the largest would be NaN."""
+    largest = FORMATS["e4m3"].max
+    q, k = (torch.full((1, n, 1, 128), largest).to(torch.float8_e4m3fn) for n in (64, 256))
+    v = torch.ones_like(k.float()).to(k.dtype)
+    (out, _), _ = fa.simulate(fa.flash_attn_func, q, k, v, target="sm_90a:2")
+    assert torch.equal(out, torch.ones_like(out))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flash_attn_fp8 as fa
+from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import FEW_ROWS
 from flash_attn_fp8.policy import Fp8Policy
@@ -108,3 +109,12 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     quadratic = Fp8Policy("e4m3", 8, 0.75, exp2="code_quadratic")
     assert "its kernel has no exp2='code_quadratic'" in why(fp8_policy=quadratic)
     assert "reads pages of 8, 16, 32, 64, 128, 256 tokens, not 48" in why(page_size=48)
+
+
+def test_no_unit_is_claimed_before_the_counter_is_0() -> None:
+    """The kernel before makes it 0, and may still run: not seen by a simulator of one at a time."""
+    spec = _plan("e4m3", 100, causal=True).spec
+    ptx = (cache.keep(spec, "sm_90a", "simulator") / link.PTX).read_text()
+    before, *claims = ptx.split("\tatom.")
+    assert len(claims) == 1
+    assert before.rfind("griddepcontrol.wait") > before.rfind("mbarrier.try_wait") > 0

@@ -18,6 +18,7 @@ from flash_attn_fp8.kernels.sm90.transposed import first_column
 def load_role(ctx: Context, loads: Loads):
     """Fill the rings, one unit of work after another."""
     each_unit(ctx, partial(_unit, ctx, loads))
+    _await_transposed(ctx)  # however little there was to load: no grid ends before that one
 
 
 @cute.jit
@@ -26,12 +27,18 @@ def _unit(ctx: Context, loads: cutlass.Constexpr, work, units: Int32, tiles: Int
     n = work.tiles
     _keys(ctx, loads, work, Int32(0), tiles)
     _queries(ctx, loads, work, units)
-    if const_expr(ctx.geometry.transposes_v):
-        cute.arch.griddepcontrol_wait()  # V^T is made by the kernel before
+    _await_transposed(ctx)
     for i in cutlass.range(n, unroll=1):
         if i + 1 < n:
             _keys(ctx, loads, work, i + 1, tiles)
         _values(ctx, loads, work, i, tiles)
+
+
+@cute.jit
+def _await_transposed(ctx: Context):
+    """Until the kernel before has made V^T."""
+    if const_expr(ctx.geometry.transposes_v):
+        cute.arch.griddepcontrol_wait()
 
 
 @cute.jit

@@ -22,6 +22,8 @@ from cutlass import select_ as select
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import (
     CODE,
+    fma_down,
+    mul_up,
     packed,
     packed_codes,
     values_of_16bit,
@@ -90,7 +92,6 @@ def _over_quad(x, op):
 def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Constexpr):
     """Scores of key tile `i` of the rows, `tile` of the launch, become P, not yet rounded."""
     g, policy = ctx.geometry, ctx.traits.policy
-    fmt = policy.format
     sums = ctx.traits.exact_row_sum or g.spec.writes_lse
     scales = None
     if const_expr(g.scales_per_token):
@@ -103,6 +104,8 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
     for r in cutlass.range_constexpr(2):
         factor = rows.factor[r] if const_expr(_is_plain(ctx)) else Float32(1.0)
         top = tops[r] * factor
+        if const_expr(policy.exp2 == "code" and _is_plain(ctx)):
+            top = mul_up(tops[r], factor)
         row_max, rescale[r] = raised(policy, rows.row_max[r], top)
         rows.row_max[r] = row_max
         finite = select(row_max == NEG_INF, Float32(0.0), row_max)
@@ -111,7 +114,7 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
         if const_expr(policy.exp2 == "code"):
             if const_expr(sums):
                 total = _sum_of_exponentials(s, r, factor, shift)
-            _codes(s, r, fmt, factor, shift)
+            _codes(s, r, policy, factor, finite)
         else:
             for j in cutlass.range_constexpr(cute.size(s) // 4):
                 for e in cutlass.range_constexpr(2):
@@ -242,13 +245,19 @@ def _sum_of_exponentials(s, r: cutlass.Constexpr, factor, shift):
 
 
 @cute.jit
-def _codes(s, r: cutlass.Constexpr, fmt: cutlass.Constexpr, factor, offset):
-    """A row of P straight from its logarithm: fp8 codes are nearly linear in log2 (numerics.md)."""
+def _codes(s, r: cutlass.Constexpr, policy: cutlass.Constexpr, factor, row_max):
+    """A row of P straight from its logarithm: fp8 codes are nearly linear in log2 (numerics.md).
+
+    Nothing saturates: the maximum was rounded up, and the offset is rounded down, so that rounding
+    of scores of a million octaves makes no code above the largest, which would be NaN or negative.
+    """
+    fmt = policy.format
     scale = 2**fmt.mantissa_bits * CODE
+    offset = fma_down(row_max, -scale, (policy.max_offset + fmt.exponent_bias) * scale)
     for j in cutlass.range_constexpr(cute.size(s) // 4):
         for e in cutlass.range_constexpr(2):
             at = e + 2 * r + 4 * j
-            s[at] = s[at] * (factor * scale) + (offset + fmt.exponent_bias) * scale
+            s[at] = s[at] * (factor * scale) + offset
 
 
 @cute.jit

@@ -31,6 +31,8 @@ def claim(claims: cutlass.Constexpr, count: Int32) -> Int32:
     """For the load warp: the unit after its `count`th."""
     ring = claims.ring
     ring.wait_empty(count)
+    # The kernel before, if there is one, makes the counter 0; a unit without keys has not waited.
+    cute.arch.griddepcontrol_wait()
     number = Int32(0)
     if cute.arch.lane_idx() == 0:
         claimed = cute.arch.atomic_add(claims.counter.iterator, Int32(1), scope="gpu")

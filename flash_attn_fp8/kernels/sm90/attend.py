@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
@@ -24,7 +24,7 @@ from flash_attn_fp8.kernels.forward.finish import finish, nothing_seen, write_ls
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.forward.schedule import each_unit
 from flash_attn_fp8.kernels.sm90 import in_sequence
-from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared
+from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared, words_of
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 from flash_attn_fp8.kernels.sm90.output import store
 from flash_attn_fp8.kernels.sm90.softmax import Rows, encode, softmax
@@ -70,14 +70,6 @@ class Tiles:
             o=o,
             rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
             pv_rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
-        )
-
-    @property
-    def p_words(self):
-        """P as 32-bit words, numbered (row, half, step)."""
-        words = cute.size(self.p) * self.p.element_type.width // 32
-        return cute.make_tensor(
-            cute.recast_ptr(self.p.iterator, dtype=Uint32), cute.make_layout(words)
         )
 
 
@@ -151,7 +143,7 @@ def _first_scores(ctx, t, rows, tiles):
     warpgroup.wait_group(0)
     arrive(k.empty(tiles))
     softmax(ctx, rows, t.s, t.rescale, tiles, Int32(0), True)
-    encode(ctx, rows, t.s, t.rescale, t.p_words)
+    encode(ctx, rows, t.s, t.rescale, words_of(t.p))
 
 
 @cute.jit
@@ -180,7 +172,7 @@ def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     warpgroup.wait_group(0)
     arrive(v.empty(tile - 1))
     # Not before: registers that a wgmma reads must not change from its start to its end.
-    encode(ctx, rows, t.s, t.rescale, t.p_words)
+    encode(ctx, rows, t.s, t.rescale, words_of(t.p))
 
 
 @cute.jit

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32
+from cutlass import Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
@@ -92,6 +92,12 @@ class Products:
 def shared(pointer, layout):
     """A tensor of shared memory whose swizzle is its pointer's, as wgmma's descriptors want it."""
     return cute.make_tensor(cute.recast_ptr(pointer, layout.inner), layout.outer)
+
+
+def words_of(p):
+    """A fragment of P as 32-bit words, numbered (row, half, step)."""
+    words = cute.size(p) * p.element_type.width // 32
+    return cute.make_tensor(cute.recast_ptr(p.iterator, dtype=Uint32), cute.make_layout(words))
 
 
 @cute.jit

@@ -13,13 +13,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.rings import arrive
-from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared
+from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared, words_of
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 from flash_attn_fp8.kernels.sm90.softmax import encode, softmax
 
@@ -60,14 +60,6 @@ class Tiles:
             pv=tuple(pv),
             o=cute.make_rmem_tensor(cute.make_layout(ROWS * g.v_rows // WARPGROUP), Float32),
             rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
-        )
-
-    @property
-    def p_words(self):
-        """P as 32-bit words, numbered (row, half, step)."""
-        words = cute.size(self.p) * self.p.element_type.width // 32
-        return cute.make_tensor(
-            cute.recast_ptr(self.p.iterator, dtype=Uint32), cute.make_layout(words)
         )
 
 
@@ -116,7 +108,7 @@ def _probabilities(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     warpgroup.wait_group(0)
     arrive(ctx.barriers.k.empty(tiles + i))
     softmax(ctx, rows, t.s, t.rescale, tiles + i, i, masked)
-    encode(ctx, rows, t.s, t.rescale, t.p_words)
+    encode(ctx, rows, t.s, t.rescale, words_of(t.p))
 
 
 @cute.jit

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from flash_attn_fp8.check_options import MAX_SPLITS, SPLIT_MULTIPLE
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.problem import DETERMINISTIC_KEYS_PER_SPLIT, Problem
+from flash_attn_fp8.specs import TILE
 from flash_attn_fp8.target import SHARED_MEMORY, Target, simulated
 
 # In order of preference where the caller leaves the choice open.
@@ -112,6 +113,17 @@ def _forward_exp2(problem: Problem, target: Target) -> str | None:
     return None if exp2 in known else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
 
 
+def _forward_promotion(problem: Problem, target: Target) -> str | None:
+    policy = problem.traits.policy
+    every = policy.promote_every
+    if target.arch != SM90 or not policy.format.is_fp8 or every is None or every >= TILE:
+        return None
+    return (
+        f"its kernel moves P·V to fp32 every {TILE} keys, not every {every} (promote_every); use "
+        "impl='tiled'"
+    )
+
+
 def _where_it_runs(rule: Rule) -> Rule:
     """A rule of a kernel, asked on its device alone: elsewhere the device is the reason."""
 
@@ -144,6 +156,7 @@ _FORWARD: tuple[Rule, ...] = (
     _forward_pages,
     _forward_group,
     _forward_exp2,
+    _forward_promotion,
 )
 _KERNELS = (
     *(_of(rule, cache=False) for rule in _FORWARD),

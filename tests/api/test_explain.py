@@ -244,7 +244,7 @@ def test_the_accumulator_is_the_targets(fmt: str, target: str) -> None:
     assert isinstance(explanation.plan.spec, TiledSpec)
     assert explanation.plan.spec.accumulator == ("sm90_fp8" if narrow else "fp32")
     line = next(t for t in str(explanation).splitlines() if t.startswith("  P·V"))
-    said = "with 13 fraction bits, as SM90 does in fp8, promoted to fp32 every 128 keys"
+    said = "with 13 fraction bits, as SM90 does in fp8, promoted to fp32 every 256 keys"
     assert line.endswith(said if narrow else "in fp32 (promote_every has no effect)")
 
 

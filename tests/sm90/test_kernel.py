@@ -108,6 +108,8 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     assert isinstance(_plan("e4m3", 100, group=65, pack_gqa=False).spec, Sm90Spec)
     quadratic = Fp8Policy("e4m3", 8, 0.75, exp2="code_quadratic")
     assert "its kernel has no exp2='code_quadratic'" in why(fp8_policy=quadratic)
+    often = Fp8Policy("e4m3", 8, 0.75, promote_every=64)
+    assert "moves P·V to fp32 every 128 keys, not every 64" in why(fp8_policy=often)
     assert "reads pages of 8, 16, 32, 64, 128, 256 tokens, not 48" in why(page_size=48)
 
 

@@ -369,7 +369,7 @@ INVALID = (
     DENSE("impl='triton' is not one of None, 'cute', 'sim', 'tiled', 'reference'", impl="triton"),
     DENSE(
         """fp8_policy: e4m3 has no policy 'best'; it has default, reference_fix, eager_rescale,
-        balanced. Any Fp8Policy can be passed as well""",
+        balanced, sm90. Any Fp8Policy can be passed as well""",
         fp8_policy="best",
     ),
     DENSE(
@@ -505,7 +505,7 @@ INVALID = (
         "softcap=-1.0 must be a finite number >= 0; 0 means none",
         "q has 3 heads and k, v have 2: the first must be a positive multiple of the second",
         """fp8_policy: e4m3 has no policy 'best'; it has default, reference_fix, eager_rescale,
-        balanced. Any Fp8Policy can be passed as well""",
+        balanced, sm90. Any Fp8Policy can be passed as well""",
         "output cannot be int8; it can be bf16, fp16, fp32, e4m3, e5m2",
         """score_mod=<built-in function abs>: not supported yet; softcap, window_size and
         learnable_sink are""",

@@ -248,10 +248,11 @@ def test_the_accumulator_is_the_targets(fmt: str, target: str) -> None:
     assert line.endswith(said if narrow else "in fp32 (promote_every has no effect)")
 
 
-def test_a_policy_without_promotion_says_so() -> None:
+def test_a_policy_without_promotion_is_promoted_once_a_tile() -> None:
+    """As the kernel does, whose tile's P V always begins at 0."""
     policy = fa.policy_for("e4m3").replace(promote_every=None)
     text = str(fa.explain(fa.flash_attn_func, **dense(), fp8_policy=policy, target="sm_90a"))
-    assert "with 13 fraction bits, as SM90 does in fp8, never promoted" in text
+    assert "with 13 fraction bits, as SM90 does in fp8, promoted to fp32 every 128 keys" in text
 
 
 @pytest.mark.parametrize(

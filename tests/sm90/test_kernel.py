@@ -108,6 +108,9 @@ def test_what_it_cannot_do_is_refused_by_name() -> None:
     assert isinstance(_plan("e4m3", 100, group=65, pack_gqa=False).spec, Sm90Spec)
     quadratic = Fp8Policy("e4m3", 8, 0.75, exp2="code_quadratic")
     assert "its kernel has no exp2='code_quadratic'" in why(fp8_policy=quadratic)
+    for every in (64, None):
+        other = Fp8Policy("e4m3", 8, 0.75, promote_every=every)
+        assert f"not as promote_every={every}" in why(fp8_policy=other)
     assert "reads pages of 8, 16, 32, 64, 128, 256 tokens, not 48" in why(page_size=48)
 
 

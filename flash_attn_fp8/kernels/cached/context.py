@@ -12,6 +12,7 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.sequences import band, keys_of, queries_of
 from flash_attn_fp8.problem import Traits
 from flash_attn_fp8.specs import ROWS_PER_MMA, TILE
 
@@ -113,17 +114,6 @@ class Context:
         return lo, select(token < self.work.seqlen_q, hi, Int32(0))
 
 
-def band(traits: Traits, scalars: Scalars, token, seqlen_q, seqlen_k):
-    """Keys [lo, hi) of a sequence that its query `token` sees; the ends are aligned."""
-    shift = seqlen_k - seqlen_q
-    lo, hi = Int32(0), seqlen_k
-    if traits.bounded_right:
-        hi = cutlass.min(hi, token + shift + scalars.window_right + 1)
-    if traits.bounded_left:
-        lo = cutlass.max(lo, token + shift - scalars.window_left)
-    return lo, hi
-
-
 @cute.jit
 def work_of(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, index: Int32) -> Work:
     """The work of CTA number `index`: KV heads are neighbours, whose scales share sectors."""
@@ -135,8 +125,8 @@ def work_of(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, index: In
     split, rest = rest % scalars.num_splits, rest // scalars.num_splits
     # Causal: the last rows see most keys, so they come first.
     m_block, batch = m_blocks - 1 - rest % m_blocks, rest // m_blocks
-    offset_q, seqlen_q, extent_q = _queries(t, batch)
-    offset_k, seqlen_k = _keys(t, batch)
+    offset_q, seqlen_q, extent_q = queries_of(t, batch)
+    offset_k, seqlen_k = keys_of(t, t.k.shape[1], batch)
     row = m_block * block_m
     work = Work(
         row, kv_head, batch, split, offset_q, seqlen_q, extent_q, offset_k, seqlen_k,
@@ -144,32 +134,6 @@ def work_of(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, index: In
     )  # fmt: skip
     first, last = _range(geometry, t, scalars, work)
     return work._replace(first=first, last=last)
-
-
-def _queries(t: Tensors, batch):
-    if const_expr(t.cu_seqlens_q is not None):
-        offset = t.cu_seqlens_q[batch]
-        length = t.cu_seqlens_q[batch + 1] - offset
-    else:
-        offset, length = Int32(0), Int32(t.q.shape[1])
-    used = length
-    if const_expr(t.seqused_q is not None):
-        used = t.seqused_q[batch]
-    return offset, used, length
-
-
-def _keys(t: Tensors, batch):
-    offset = Int32(0)
-    if const_expr(t.cu_seqlens_k is not None):
-        offset = t.cu_seqlens_k[batch]
-        length = t.cu_seqlens_k[batch + 1] - offset
-    elif const_expr(t.page_table is not None):
-        length = Int32(t.page_table.shape[1]) * Int32(t.k.shape[1])
-    else:
-        length = Int32(t.k.shape[1])
-    if const_expr(t.seqused_k is not None):
-        length = t.seqused_k[batch]
-    return offset, length
 
 
 @cute.jit

@@ -77,6 +77,13 @@ class Loads(NamedTuple):
     k: tuple
     v: tuple
 
+    @classmethod
+    def of(cls, tma, boxes: Loads) -> Loads:
+        """From `TmaOperands` and boxes of the same operands."""
+        return cls(
+            *((getattr(tma, f"{n}_atom"), getattr(tma, n), getattr(boxes, n)) for n in "qkv")
+        )
+
 
 @cute.jit
 def load_queries(ctx: Context, load: cutlass.Constexpr, work, block: Int32, tile, barrier):

@@ -12,6 +12,7 @@ from typing import Any
 
 from cutlass import Int32
 
+from flash_attn_fp8.kernels.fill import Unwritten
 from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.forward.schedule import Schedule
@@ -39,3 +40,17 @@ class Context:
     @property
     def traits(self) -> Traits:
         return self.geometry.spec.traits
+
+    @property
+    def unwritten(self) -> Unwritten:
+        """Output rows of no unit of work: where fewer rows are in use, only those have units."""
+        t, spec = self.tensors, self.geometry.spec
+        covered = self.schedule.m_blocks * self.geometry.unit_tokens
+        return Unwritten(
+            out=t.out,
+            lse=t.lse,
+            starts=t.cu_seqlens_q,
+            covered=covered if spec.traits.seqused_q else None,
+            parts=self.scalars.num_splits if spec.split else None,
+            dtype=self.out_dtype,
+        )

@@ -17,6 +17,7 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.forward.geometry import ForwardGeometry
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.sequences import band, keys_of, queries_of
 from flash_attn_fp8.specs import TILE
 
 
@@ -97,8 +98,8 @@ class Schedule:
         split = triple % self.scalars.num_splits
         head = (triple // self.scalars.num_splits) % self.heads
         batch = triple // (self.scalars.num_splits * self.heads)
-        offset_q, seqlen_q, extent_q = self._queries(batch)
-        offset_k, seqlen_k = self._keys(batch)
+        offset_q, seqlen_q, extent_q = queries_of(self.tensors, batch)
+        offset_k, seqlen_k = keys_of(self.tensors, self._key_rows, batch)
         token = m_block * self.geometry.unit_tokens
         n_min, n_max = self._key_tiles(token, seqlen_q, seqlen_k, split)
         return Work(
@@ -115,6 +116,11 @@ class Schedule:
             n_max,
         )
 
+    @property
+    def _key_rows(self):
+        """Rows of a page, or of a sequence."""
+        return self.spec.page_size or self.tensors.k.shape[1]
+
     def _coordinates(self, index):
         """(triple, m_block): groups of triples, each with all its units, one group after another.
 
@@ -130,37 +136,11 @@ class Schedule:
             m_block = self.m_blocks - 1 - m_block  # causal: the last rows see most keys
         return triple, m_block
 
-    def _queries(self, batch):
-        t = self.tensors
-        if const_expr(t.cu_seqlens_q is not None):
-            offset = t.cu_seqlens_q[batch]
-            length = t.cu_seqlens_q[batch + 1] - offset
-        else:
-            offset, length = Int32(0), Int32(t.q.shape[1])
-        used = length
-        if const_expr(t.seqused_q is not None):
-            used = t.seqused_q[batch]
-        return offset, used, length
-
-    def _keys(self, batch):
-        t = self.tensors
-        offset = Int32(0)
-        if const_expr(t.cu_seqlens_k is not None):
-            offset = t.cu_seqlens_k[batch]
-            length = t.cu_seqlens_k[batch + 1] - offset
-        elif const_expr(t.page_table is not None):
-            length = Int32(t.page_table.shape[1] * self.spec.page_size)
-        else:
-            length = Int32(t.k.shape[1])
-        if const_expr(t.seqused_k is not None):
-            length = t.seqused_k[batch]
-        return offset, length
-
     def _key_tiles(self, token, seqlen_q, seqlen_k, split):
         """Key tiles [n_min, n_max) that any row of the unit sees, in this split."""
         last = cutlass.min(token + self.geometry.unit_tokens, seqlen_q) - 1
-        lo, _ = self._band(token, seqlen_q, seqlen_k)
-        _, hi = self._band(last, seqlen_q, seqlen_k)
+        lo, _ = band(self.traits, self.scalars, token, seqlen_q, seqlen_k)
+        _, hi = band(self.traits, self.scalars, last, seqlen_q, seqlen_k)
         n_min = lo // self.geometry.tile_n
         n_max = cute.ceil_div(cutlass.max(hi, 0), self.geometry.tile_n)
         if const_expr(self.spec.split):
@@ -179,16 +159,7 @@ class Schedule:
 
     def visible(self, token, work):
         """Keys [lo, hi) that token `token` of the unit's sequence sees."""
-        return self._band(token, work.seqlen_q, work.seqlen_k)
-
-    def _band(self, token, seqlen_q, seqlen_k):
-        shift = seqlen_k - seqlen_q
-        lo, hi = Int32(0), seqlen_k
-        if const_expr(self.traits.bounded_right):
-            hi = cutlass.min(hi, token + shift + self.scalars.window_right + 1)
-        if const_expr(self.traits.bounded_left):
-            lo = cutlass.max(lo, token + shift - self.scalars.window_left)
-        return lo, hi
+        return band(self.traits, self.scalars, token, work.seqlen_q, work.seqlen_k)
 
     def whole_tiles(self, work, stage):
         """Key tiles [n_left, n_right) that every row of query tile `stage` sees whole."""
@@ -239,3 +210,11 @@ def part_of(ctx, tensor, split):
     if not ctx.geometry.spec.split:
         return tensor
     return tensor[(split, *(None,) * (len(tensor.shape) - 1))]
+
+
+def output_row(ctx, work, token, head):
+    """The row of the output that belongs to a token and query head of a unit of work."""
+    out = part_of(ctx, ctx.tensors.out, work.split)
+    if ctx.traits.q_layout == "varlen":
+        return out[work.offset_q + token, head, None]
+    return out[work.batch, token, head, None]

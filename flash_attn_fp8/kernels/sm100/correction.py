@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.forward.rings import arrive
-from flash_attn_fp8.kernels.forward.schedule import each_unit, part_of
+from flash_attn_fp8.kernels.forward.schedule import each_unit, output_row
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
@@ -177,15 +177,8 @@ def _copy_out(ctx, work, stage: cutlass.Constexpr, thread, column: cutlass.Const
         if exists:
             words = cute.make_rmem_tensor(cute.make_layout(VECTOR // 4), Uint32)
             cute.autovec_copy(staged[None, _swizzled(piece, row, pieces), row], words)
-            target = _output_row(ctx, work, token, head)
+            target = output_row(ctx, work, token, head)
             target = cute.logical_divide(target, cute.make_layout(per_piece))
             target = target[None, column // per_piece + piece]
             source = cute.recast_ptr(words.iterator, dtype=ctx.out_dtype)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(per_piece)), target)
-
-
-def _output_row(ctx, work, token, head):
-    out = part_of(ctx, ctx.tensors.out, work.split)
-    if ctx.traits.q_layout == "varlen":
-        return out[work.offset_q + token, head, None]
-    return out[work.batch, token, head, None]

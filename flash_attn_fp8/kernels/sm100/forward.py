@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
-from flash_attn_fp8.kernels.fill import Unwritten, fill
+from flash_attn_fp8.kernels.fill import fill
 from flash_attn_fp8.kernels.forward.boxes import Box, Loads, by_key, by_query
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
@@ -145,7 +145,7 @@ class Sm100Forward:
             cute.arch.setmaxregister_decrease(registers.others)
 
         if warp == LOAD_WARP:
-            load_role(context(), _loads(tma, boxes))
+            load_role(context(), Loads.of(tma, boxes))
 
         elif warp == MMA_WARP:
             cute.arch.alloc_tmem(TMEM_COLUMNS, buffers.tmem_address, self.spec.pair)
@@ -162,7 +162,7 @@ class Sm100Forward:
 
         elif warp == SCALE_WARP:
             if const_expr(self.spec.traits.q_layout == "varlen"):
-                fill(self._unwritten(context()))
+                fill(context().unwritten)
             if const_expr(self.geometry.scales_per_token):
                 token_scale_role(context())
 
@@ -211,19 +211,6 @@ class Sm100Forward:
             barriers=barriers,
             first=cute.arch.block_idx()[0] // g.ctas,
             following=lambda index, _: index + cute.arch.grid_dim()[0] // g.ctas,
-        )
-
-    def _unwritten(self, ctx: Context) -> Unwritten:
-        """Output rows of no unit of work: where fewer rows are in use, only those have units."""
-        t, spec = ctx.tensors, self.spec
-        covered = ctx.schedule.m_blocks * self.geometry.unit_tokens
-        return Unwritten(
-            out=t.out,
-            lse=t.lse,
-            starts=t.cu_seqlens_q,
-            covered=covered if spec.traits.seqused_q else None,
-            parts=ctx.scalars.num_splits if spec.split else None,
-            dtype=self.out_dtype,
         )
 
     def _rank(self):
@@ -281,14 +268,6 @@ class Sm100Forward:
             tile = buffers.q + slot * (TILE * g.head_dim)
             zero_rows(g, tile, TILE, g.head_dim, g.rows, cute.arch.thread_idx()[0], THREADS)
         cute.arch.fence_view_async_shared()
-
-
-def _loads(tma: TmaOperands, boxes: Loads) -> Loads:
-    return Loads(
-        q=(tma.q_atom, tma.q, boxes.q),
-        k=(tma.k_atom, tma.k, boxes.k),
-        v=(tma.v_atom, tma.v, boxes.v),
-    )
 
 
 def _strided(layout, slot: int):

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.dtypes import DTYPES
-from flash_attn_fp8.kernels.fill import Unwritten, fill
+from flash_attn_fp8.kernels.fill import fill
 from flash_attn_fp8.kernels.forward.boxes import Box, Loads, by_key, by_query
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
@@ -105,7 +105,7 @@ class Sm90Forward:
         if warp < _CONSUMERS:
             cute.arch.setmaxregister_decrease(producer)
             if warp == LOAD_WARP:
-                load_role(context(claims=True), _loads(tma, boxes))
+                load_role(context(claims=True), Loads.of(tma, boxes))
             elif warp == SCALE_WARP:
                 if const_expr(g.scales_per_token):
                     token_scale_role(context())
@@ -114,7 +114,7 @@ class Sm90Forward:
                     tail_role(context())
             elif warp == FILL_WARP:
                 if const_expr(self.spec.traits.q_layout == "varlen"):
-                    fill(self._unwritten(context()))
+                    fill(context().unwritten)
         else:
             cute.arch.setmaxregister_increase(consumer)
             attend_role(context(), products, warp // _CONSUMERS - 1)
@@ -151,19 +151,6 @@ class Sm90Forward:
             barriers=barriers,
             first=cute.arch.block_idx()[0],
             following=following,
-        )
-
-    def _unwritten(self, ctx: Context) -> Unwritten:
-        """Output rows of no unit of work: where fewer rows are in use, only those have units."""
-        t, spec = ctx.tensors, self.spec
-        covered = ctx.schedule.m_blocks * self.geometry.unit_tokens
-        return Unwritten(
-            out=t.out,
-            lse=t.lse,
-            starts=t.cu_seqlens_q,
-            covered=covered if spec.traits.seqused_q else None,
-            parts=ctx.scalars.num_splits if spec.split else None,
-            dtype=self.out_dtype,
         )
 
     @cute.jit
@@ -204,14 +191,6 @@ class Sm90Forward:
             while i < size:
                 ones[i] = Uint8(_ONE[self.spec.traits.kv_format])
                 i += g.threads
-
-
-def _loads(tma: TmaOperands, boxes: Loads) -> Loads:
-    return Loads(
-        q=(tma.q_atom, tma.q, boxes.q),
-        k=(tma.k_atom, tma.k, boxes.k),
-        v=(tma.v_atom, tma.v, boxes.v),
-    )
 
 
 def _transposed(v):

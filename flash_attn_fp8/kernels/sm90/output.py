@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 from cutlass import select_ as select
 
-from flash_attn_fp8.kernels.forward.schedule import part_of
+from flash_attn_fp8.kernels.forward.schedule import output_row
 from flash_attn_fp8.kernels.sm90.geometry import V_SHARE
 
 _NEIGHBOURS = 8  # columns that a lane has of each V_SHARE
@@ -27,7 +27,7 @@ def store(ctx, rows, o: cutlass.Constexpr, normalizers: cutlass.Constexpr):
             # Before the branch: all lanes of a quad take part.
             values = _values(ctx, rows, o, factor, r, share, token < rows.work.seqlen_q)
             if exists:
-                row = _output_row(ctx, rows.work, token, head)
+                row = output_row(ctx, rows.work, token, head)
                 row = cute.logical_divide(row, cute.make_layout(_NEIGHBOURS))
                 cute.autovec_copy(values, row[None, share * 4 + rows.lane % 4])
 
@@ -77,10 +77,3 @@ def _exchange(values, lane):
                     got = cute.arch.shuffle_sync_bfly(select(is_high, low, high), offset=step)
                     words[part, i] = select(is_high, got, low)
                     words[part, i + step] = select(is_high, high, got)
-
-
-def _output_row(ctx, work, token, head):
-    out = part_of(ctx, ctx.tensors.out, work.split)
-    if ctx.traits.q_layout == "varlen":
-        return out[work.offset_q + token, head, None]
-    return out[work.batch, token, head, None]

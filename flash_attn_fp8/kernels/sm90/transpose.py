@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
+from flash_attn_fp8.kernels.sequences import keys_of
 from flash_attn_fp8.kernels.sm90.transposed import (
     COLUMNS_AT_ONCE,
     KEYS_AT_ONCE,
@@ -71,7 +72,7 @@ class Transpose:
         thread = cute.arch.thread_idx()[0]
         if index + thread == 0:
             t.counter[0] = 0
-        offset, length = self._sequence(t, batch)
+        offset, length = keys_of(t, self._key_rows(t), batch)
         tile_n = self.spec.tile_n
         if tile * TILE < cute.ceil_div(length, tile_n) * tile_n:
             warp, lane = thread // WARP, thread % WARP
@@ -81,19 +82,9 @@ class Transpose:
             words = self._read(t, head, batch, offset, length, key, column)
             self._write(t, head, batch, offset, key, column, words)
 
-    def _sequence(self, t, batch):
-        """(offset of a packed sequence, keys in use)."""
-        offset = Int32(0)
-        if const_expr(t.cu_seqlens_k is not None):
-            offset = t.cu_seqlens_k[batch]
-            length = t.cu_seqlens_k[batch + 1] - offset
-        elif const_expr(t.page_table is not None):
-            length = Int32(t.page_table.shape[1] * self.spec.page_size)
-        else:
-            length = Int32(t.v.shape[1])
-        if const_expr(t.seqused_k is not None):
-            length = t.seqused_k[batch]
-        return offset, length
+    def _key_rows(self, t):
+        """Rows of a page, or of a sequence."""
+        return self.spec.page_size or t.v.shape[1]
 
     @cute.jit
     def _read(self, t, head, batch, offset, length, key: Int32, column: Int32):

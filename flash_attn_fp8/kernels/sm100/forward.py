@@ -22,9 +22,10 @@ from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCA
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.forward.schedule import Schedule
 from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
+from flash_attn_fp8.kernels.forward.tail import tail_role
 from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm100 import tensor_memory
-from flash_attn_fp8.kernels.sm100.barriers import Barriers
+from flash_attn_fp8.kernels.sm100.barriers import Barriers, v_use
 from flash_attn_fp8.kernels.sm100.context import Buffers, Context
 from flash_attn_fp8.kernels.sm100.correction import correction_role
 from flash_attn_fp8.kernels.sm100.geometry import (
@@ -42,7 +43,6 @@ from flash_attn_fp8.kernels.sm100.geometry import (
 from flash_attn_fp8.kernels.sm100.load import load_role
 from flash_attn_fp8.kernels.sm100.mma import Products, fragments, mma_role
 from flash_attn_fp8.kernels.sm100.softmax import softmax_role
-from flash_attn_fp8.kernels.sm100.tail import tail_role
 from flash_attn_fp8.specs import TILE, WARP, Sm100Spec
 
 _TMEM_BARRIER = 1  # named barrier: tensor memory is allocated, or no longer in use
@@ -158,7 +158,7 @@ class Sm100Forward:
 
         elif warp == TAIL_WARP:
             if const_expr(self.geometry.cleans_tail):
-                tail_role(context())
+                tail_role(context(), partial(_first_values, self.geometry, buffers, barriers))
 
         elif warp == SCALE_WARP:
             if const_expr(self.spec.traits.q_layout == "varlen"):
@@ -268,6 +268,11 @@ class Sm100Forward:
             tile = buffers.q + slot * (TILE * g.head_dim)
             zero_rows(g, tile, TILE, g.head_dim, g.rows, cute.arch.thread_idx()[0], THREADS)
         cute.arch.fence_view_async_shared()
+
+
+def _first_values(g, buffers, barriers, work, tiles):
+    slot = barriers.kv.slot(v_use(g, tiles, work.tiles, 0))
+    return buffers.kv + slot * (g.kv_bytes // g.element)
 
 
 def _strided(layout, slot: int):

@@ -9,68 +9,23 @@ element (docs/numerics.md). `_make_room` is where the two ways part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.finish import finish, nothing_seen, write_lse
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.forward.schedule import each_unit
 from flash_attn_fp8.kernels.sm90 import in_sequence
-from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared, words_of
+from flash_attn_fp8.kernels.sm90.context import Products, multiply, words_of
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 from flash_attn_fp8.kernels.sm90.output import store
 from flash_attn_fp8.kernels.sm90.softmax import Rows, encode, softmax
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """What a warpgroup multiplies: descriptors of shared memory, and registers.
-
-    A lane has two rows of S, P and O: `s` is numbered (e, row, i) for key 8i + 2q + e, where q is
-    the lane's number in its quad; `pv` and `o` so for columns, one and the same where the tensor
-    core adds to O. `rescale`: a factor for each row; `pv_rescale`: that of the P in `pv`.
-    """
-
-    products: Products
-    q: Any
-    k: Any
-    v: Any
-    s: Any
-    p: Any
-    pv: Any
-    o: Any
-    rescale: Any
-    pv_rescale: Any
-
-    @classmethod
-    def of(cls, ctx: Context, products: Products) -> Tiles:
-        g, b = ctx.geometry, ctx.buffers
-        # A slice of the warpgroup as a whole: its descriptors have no part of a lane.
-        qk, pv = products.qk.get_slice(0), products.pv.get_slice(0)
-        shape_o = products.pv.partition_shape_C((ROWS, g.v_rows))
-        o = cute.make_rmem_tensor(shape_o, Float32)
-        return cls(
-            products,
-            q=products.qk.make_fragment_A(qk.partition_A(shared(b.q, products.q_layout))),
-            k=products.qk.make_fragment_B(qk.partition_B(shared(b.k, products.k_layout))),
-            v=products.pv.make_fragment_B(pv.partition_B(shared(b.v, products.v_layout))),
-            s=cute.make_rmem_tensor(products.qk.partition_shape_C((ROWS, g.tile_n)), Float32),
-            p=cute.make_rmem_tensor(
-                products.pv.partition_shape_A((ROWS, g.tile_n)), DTYPES[ctx.traits.policy.p_format]
-            ),
-            pv=o if g.accumulates_in_mma else cute.make_rmem_tensor(shape_o, Float32),
-            o=o,
-            rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
-            pv_rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
-        )
+from flash_attn_fp8.kernels.sm90.tiles import Tiles
 
 
 @cute.jit
@@ -117,7 +72,7 @@ def _key_tiles(ctx, t, rows, units, tiles):
     """
     t.o.fill(0.0)
     if const_expr(not ctx.geometry.accumulates_in_mma):
-        t.pv.fill(0.0)
+        t.pv[0].fill(0.0)
         t.pv_rescale.fill(1.0)
     work = rows.work
     n_left, n_right = ctx.schedule.whole_tiles(work, rows.stage)
@@ -190,7 +145,7 @@ def _last_values(ctx, t, tile):
 @cute.jit
 def _multiply_values(ctx, t, slot):
     """Start P V."""
-    multiply(t.products.pv, t.pv, t.p, t.v, slot, ctx.geometry.accumulates_in_mma)
+    multiply(t.products.pv(0), t.pv[0], t.p, t.v[0], slot, ctx.geometry.accumulates_in_mma)
 
 
 @cute.jit
@@ -235,7 +190,7 @@ def _make_room(ctx, t):
 def _add(t):
     """O = O * rescale + P V, in fp32; then what belongs to P is about to belong to P V."""
     for i in cutlass.range_constexpr(cute.size(t.o)):
-        t.o[i] = t.o[i] * t.pv_rescale[i // 2 % 2] + t.pv[i]
+        t.o[i] = t.o[i] * t.pv_rescale[i // 2 % 2] + t.pv[0][i]
     for r in cutlass.range_constexpr(2):
         t.pv_rescale[r] = t.rescale[r]
 

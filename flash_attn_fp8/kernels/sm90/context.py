@@ -45,30 +45,24 @@ class Products:
         d = self._dtype
         return hopper.make_trivial_tiled_mma(d, d, k_major, k_major, Float32, (1, 1, 1), shape)
 
-    @property
-    def pv(self) -> cute.TiledMma:
+    def pv(self, part: int) -> cute.TiledMma:
+        """P V, or its part of some of V's columns where it is made in parts."""
         g, d = self.geometry, self._dtype
         v_major = OperandMajorMode.K if g.transposes_v else OperandMajorMode.MN
         return hopper.make_trivial_tiled_mma(
-            *(d, d, OperandMajorMode.K, v_major, Float32, (1, 1, 1), (ROWS, g.v_rows)),
+            *(d, d, OperandMajorMode.K, v_major, Float32, (1, 1, 1), (ROWS, g.v_part_rows(part))),
             a_source=warpgroup.OperandSource.RMEM,
         )
 
-    def pv_part(self, part: int) -> cute.TiledMma:
-        """P V of some of V's columns, where it is made in parts."""
-        d, shape = self._dtype, (ROWS, self.geometry.v_part_rows(part))
-        k_major, source = OperandMajorMode.K, warpgroup.OperandSource.RMEM
-        return hopper.make_trivial_tiled_mma(
-            *(d, d, k_major, k_major, Float32, (1, 1, 1), shape), a_source=source
-        )
-
-    def v_part_layout(self, part: int) -> cute.ComposedLayout:
-        """Rows of V^T that belong to a part; the slots are those of whole tiles."""
+    def v_layout(self, part: int) -> cute.ComposedLayout:
+        """What belongs to a part: rows of V^T, or in 16 bits all of V. Slots are of whole tiles."""
         g = self.geometry
-        layout = _rows(self._dtype, (g.v_part_rows(part), g.tile_n, 1))
+        shape = g.v_part_rows(part), g.tile_n, 1
+        layout = _rows(self._dtype, shape) if g.transposes_v else _columns(self._dtype, shape)
         rows, keys, _ = layout.outer.shape
+        slot = g.v_bytes // g.element
         outer = cute.make_layout(
-            (rows, keys, (1, g.stages)), stride=(*layout.outer.stride[:-1], (0, g.v_bytes))
+            (rows, keys, (1, g.stages)), stride=(*layout.outer.stride[:-1], (0, slot))
         )
         return cute.make_composed_layout(layout.inner, 0, outer)
 
@@ -81,12 +75,6 @@ class Products:
     def k_layout(self) -> cute.ComposedLayout:
         g = self.geometry
         return _rows(self._dtype, (g.tile_n, g.head_dim, g.stages))
-
-    @property
-    def v_layout(self) -> cute.ComposedLayout:
-        g = self.geometry
-        shape = g.v_rows, g.tile_n, g.stages
-        return _rows(self._dtype, shape) if g.transposes_v else _columns(self._dtype, shape)
 
 
 def shared(pointer, layout):

@@ -21,6 +21,7 @@ from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCA
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.forward.schedule import Schedule
 from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
+from flash_attn_fp8.kernels.forward.tail import tail_role
 from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm90.attend import attend_role
 from flash_attn_fp8.kernels.sm90.barriers import Barriers
@@ -35,7 +36,6 @@ from flash_attn_fp8.kernels.sm90.geometry import (
     Geometry,
 )
 from flash_attn_fp8.kernels.sm90.load import load_role
-from flash_attn_fp8.kernels.sm90.tail import tail_role
 from flash_attn_fp8.kernels.sm90.units import Claims, claim, hear
 from flash_attn_fp8.specs import Sm90Spec
 
@@ -86,8 +86,8 @@ class Sm90Forward:
         q = box(g.head_dim, (self.spec.group, g.tokens), g.tile_m, products.q_layout)
         k = box(g.head_dim, keys, g.tile_n, products.k_layout)
         if g.transposes_v:
-            return Loads(q, k, box(g.tile_n, (g.head_dim_v,), g.v_rows, products.v_layout))
-        return Loads(q, k, box(g.head_dim_v, keys, g.tile_n, products.v_layout))
+            return Loads(q, k, box(g.tile_n, (g.head_dim_v,), g.v_rows, products.v_layout(0)))
+        return Loads(q, k, box(g.head_dim_v, keys, g.tile_n, products.v_layout(0)))
 
     @cute.kernel
     def kernel(self, tensors: Tensors, scalars: Scalars, tma: TmaOperands):
@@ -111,7 +111,7 @@ class Sm90Forward:
                     token_scale_role(context())
             elif warp == TAIL_WARP:
                 if const_expr(g.cleans_tail):
-                    tail_role(context())
+                    tail_role(context(), partial(_first_values, g, buffers, barriers))
             elif warp == FILL_WARP:
                 if const_expr(self.spec.traits.q_layout == "varlen"):
                     fill(context().unwritten)
@@ -197,3 +197,7 @@ def _transposed(v):
     """(b, h, dv, columns) or (h, dv, columns) as (columns, dv, h[, b])."""
     rank = len(v.shape)
     return cute.make_tensor(v.iterator, cute.select(v.layout, mode=list(range(rank - 1, -1, -1))))
+
+
+def _first_values(g, buffers, barriers, work, tiles):
+    return buffers.v + barriers.v.slot(tiles) * (g.v_bytes // g.element)

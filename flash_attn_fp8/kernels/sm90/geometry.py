@@ -29,6 +29,7 @@ ROLES = {LOAD_WARP: "load", SCALE_WARP: "scales", TAIL_WARP: "tail", FILL_WARP: 
 
 ROWS = 64  # of a wgmma: the query rows of a warpgroup
 SUM_COLUMNS = 8  # beside V's: they hold ones, so that P V has the sum of P. The least wgmma takes
+_PART_IN_FP8 = {192: 96, 256: 128}  # columns of V that are multiplied at once, by their number
 V_SHARE = 32  # columns of V that a quad of lanes has 8 neighbours each of
 
 UNIT_SLOTS = 2  # units of work that the load warp has claimed and not all others have begun
@@ -121,12 +122,14 @@ class Geometry(ForwardGeometry):
     @property
     def v_columns(self) -> int:
         """Columns of V whose P V is made at once: all, where two accumulators fit registers."""
-        return {192: 96, 256: 128}.get(self.head_dim_v, self.head_dim_v) if self.is_fp8 else 0
+        return (
+            _PART_IN_FP8.get(self.head_dim_v, self.head_dim_v) if self.is_fp8 else self.head_dim_v
+        )
 
     @property
     def v_parts(self) -> int:
         """How many parts P V is made in."""
-        return self.head_dim_v // self.v_columns if self.is_fp8 else 1
+        return self.head_dim_v // self.v_columns
 
     def v_part_rows(self, part: int) -> int:
         """Columns of a part of P V: V's, and ones beside the last of them."""

@@ -8,59 +8,16 @@ one part beside O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from flash_attn_fp8.kernels.dtypes import DTYPES
-from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.rings import arrive
-from flash_attn_fp8.kernels.sm90.context import Products, multiply, shared, words_of
+from flash_attn_fp8.kernels.sm90.context import multiply, words_of
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 from flash_attn_fp8.kernels.sm90.softmax import encode, softmax
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """As `attend.Tiles`; `v` and `pv` for each part of V's columns."""
-
-    products: Products
-    q: Any
-    k: Any
-    v: tuple
-    s: Any
-    p: Any
-    pv: tuple
-    o: Any
-    rescale: Any
-
-    @classmethod
-    def of(cls, ctx: Context, products: Products) -> Tiles:
-        g, b = ctx.geometry, ctx.buffers
-        qk = products.qk.get_slice(0)
-        v, pv = [], []
-        for part in range(g.v_parts):
-            mma, layout = products.pv_part(part), products.v_part_layout(part)
-            start = b.v + part * g.v_columns * g.chunk(g.tile_n)
-            v.append(mma.make_fragment_B(mma.get_slice(0).partition_B(shared(start, layout))))
-            shape = mma.partition_shape_C((ROWS, g.v_part_rows(part)))
-            pv.append(cute.make_rmem_tensor(shape, Float32))
-        p_shape = products.pv_part(0).partition_shape_A((ROWS, g.tile_n))
-        return cls(
-            products,
-            q=products.qk.make_fragment_A(qk.partition_A(shared(b.q, products.q_layout))),
-            k=products.qk.make_fragment_B(qk.partition_B(shared(b.k, products.k_layout))),
-            v=tuple(v),
-            s=cute.make_rmem_tensor(products.qk.partition_shape_C((ROWS, g.tile_n)), Float32),
-            p=cute.make_rmem_tensor(p_shape, DTYPES[ctx.traits.policy.p_format]),
-            pv=tuple(pv),
-            o=cute.make_rmem_tensor(cute.make_layout(ROWS * g.v_rows // WARPGROUP), Float32),
-            rescale=cute.make_rmem_tensor(cute.make_layout(2), Float32),
-        )
+from flash_attn_fp8.kernels.sm90.tiles import Tiles
 
 
 @cute.jit
@@ -117,7 +74,7 @@ def _values(ctx, t, tile: Int32):
     v = ctx.barriers.v
     v.wait_full(tile)
     for part in cutlass.range_constexpr(ctx.geometry.v_parts):
-        multiply(t.products.pv_part(part), t.pv[part], t.p, t.v[part], v.slot(tile))
+        multiply(t.products.pv(part), t.pv[part], t.p, t.v[part], v.slot(tile))
         warpgroup.wait_group(0)
         _add(ctx, t, part)
     arrive(v.empty(tile))

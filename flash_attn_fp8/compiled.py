@@ -14,12 +14,13 @@ from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.kernels.sm90.geometry import Geometry
 from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
-from flash_attn_fp8.plan import Kernel, Plan
+from flash_attn_fp8.plan import Plan
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import (
     ALIGNMENT,
     CacheSpec,
+    Kernel,
     Sm90Spec,
     Sm100Spec,
     TransposeSpec,

@@ -16,9 +16,10 @@ from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Kernel, Plan, TiledSpec, plan_for, policy_of
+from flash_attn_fp8.plan import Plan, TiledSpec, plan_for, policy_of
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem, Traits
+from flash_attn_fp8.specs import Kernel
 from flash_attn_fp8.support import EXECUTORS, reasons_against
 from flash_attn_fp8.target import Target, target_named, target_of
 

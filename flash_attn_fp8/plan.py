@@ -21,10 +21,9 @@ from flash_attn_fp8.specs import (
     TILE,
     CacheSpec,
     CacheTile,
-    CombineSpec,
+    Kernel,
     Sm90Spec,
     Sm100Spec,
-    TransposeSpec,
 )
 from flash_attn_fp8.support import (
     EXECUTORS,
@@ -123,9 +122,6 @@ class TiledSpec:
 @dataclass(frozen=True)
 class ReferenceSpec:
     """The definition in fp64; nothing to choose."""
-
-
-Kernel = Sm90Spec | Sm100Spec | CacheSpec | CombineSpec | TransposeSpec
 
 
 @dataclass(frozen=True)

@@ -212,3 +212,8 @@ class TransposeSpec:
     tile_n: int
     page_size: int | None = None
     seqused_k: bool = False
+
+
+# What a plan launches, and with appends all that is compiled.
+Kernel = Sm90Spec | Sm100Spec | TransposeSpec | CacheSpec | CombineSpec
+Spec = Kernel | AppendSpec

@@ -24,13 +24,11 @@ from flash_attn_fp8.kernels.sm100.forward import Sm100Forward
 from flash_attn_fp8.specs import (
     AppendSpec,
     CacheSpec,
-    CombineSpec,
     Sm90Spec,
     Sm100Spec,
+    Spec,
     TransposeSpec,
 )
-
-Spec = Sm100Spec | Sm90Spec | TransposeSpec | CacheSpec | CombineSpec | AppendSpec
 
 OPTIONS = "--enable-tvm-ffi"
 

@@ -20,7 +20,7 @@ from flash_attn_fp8.errors import Unsupported
 from flash_attn_fp8.target import cache_folder
 
 if TYPE_CHECKING:
-    from flash_attn_fp8.compiler.build import Spec
+    from flash_attn_fp8.specs import Spec
 
 Kernel = Callable[..., Any]
 Place = Literal["memory", "bundle", "disk"]

@@ -13,8 +13,9 @@ from typing import Any
 from cutlass._mlir import ir
 
 from flash_attn_fp8.compiler import link
-from flash_attn_fp8.compiler.build import Spec, compile_kernel
+from flash_attn_fp8.compiler.build import compile_kernel
 from flash_attn_fp8.compiler.key import Key
+from flash_attn_fp8.specs import Spec
 
 # The least that a machine of the architecture has.
 _ANY_CPU = {

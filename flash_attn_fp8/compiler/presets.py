@@ -22,19 +22,11 @@ from flash_attn_fp8.compiler.cache_presets import CACHE_PRESETS, CachePreset
 from flash_attn_fp8.errors import InvalidArguments
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import plan_for
-from flash_attn_fp8.specs import (
-    AppendSpec,
-    CacheSpec,
-    CombineSpec,
-    Sm90Spec,
-    Sm100Spec,
-    TransposeSpec,
-)
+from flash_attn_fp8.specs import Spec
 from flash_attn_fp8.target import SHARED_MEMORY, target_named
 
 _FORWARD_ARCHS = ("sm_90a", "sm_100a")  # of kernels for long queries, in fp8 as well
 ARCHS = tuple(SHARED_MEMORY)
-Spec = Sm90Spec | Sm100Spec | TransposeSpec | CacheSpec | CombineSpec | AppendSpec
 Layout = Literal["dense", "packed", "paged"]
 # Queries of dense calls: as few and as many as decide on pairs of CTAs, whatever the group.
 _SEQLENS_Q = (1, 1024)

@@ -32,30 +32,18 @@ from flash_attn_fp8.specs import (
 
 def forward_signature(spec: Sm100Spec | Sm90Spec) -> tuple[Tensors, Scalars]:
     """The arguments of `Sm100Forward(spec)` or `Sm90Forward(spec)`, without the stream."""
-    traits = spec.traits
-    rank_q = 3 if traits.q_layout == "varlen" else 4
-    rank_kv = 3 if traits.kv_layout == "varlen" else 4
-    parts = int(spec.split)
-    v = _rows(traits.kv_format, rank_kv, traits.head_dim_v)
-    if isinstance(spec, Sm90Spec) and spec.transpose is not None:
-        v = _transposed(traits.kv_format, rank_kv, traits.head_dim_v)
+    shared = _of_attention(spec)
+    claims = False
+    if isinstance(spec, Sm90Spec):
+        claims = spec.claims_units
+        if spec.transpose is not None:
+            shared["v"] = _transposed(
+                spec.traits.kv_format, _rank(spec.traits.kv_layout), spec.traits.head_dim_v
+            )
     tensors = Tensors(
-        q=_rows(traits.q_format, rank_q, traits.head_dim),
-        k=_rows(traits.kv_format, rank_kv, traits.head_dim),
-        v=v,
-        out=_rows(spec.out_format, rank_q + parts, traits.head_dim_v),
-        lse=_small(Float32, rank_q - 1 + parts) if spec.writes_lse else None,
-        cu_seqlens_q=_small(Int32, 1) if traits.q_layout == "varlen" else None,
-        cu_seqlens_k=_small(Int32, 1) if traits.kv_layout == "varlen" else None,
-        seqused_q=_small(Int32, 1) if traits.seqused_q else None,
-        seqused_k=_small(Int32, 1) if traits.seqused_k else None,
-        page_table=_small(Int32, 2) if traits.kv_layout == "paged" else None,
-        sink=_small(Float32, 1) if traits.sink else None,
-        q_descale=_scale(traits.q_descale, rank_q),
-        k_descale=_scale(traits.k_descale, rank_kv),
-        v_descale=_scale(traits.v_descale, rank_kv),
-        output_scale=_small(Float32, 1) if traits.output_scale else None,
-        counter=_small(Int32, 1) if isinstance(spec, Sm90Spec) and spec.claims_units else None,
+        **shared,
+        q_descale=_scale(spec.traits.q_descale, _rank(spec.traits.q_layout)),
+        counter=_small(Int32, 1) if claims else None,
     )
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
 
@@ -78,10 +66,20 @@ def transpose_signature(spec: TransposeSpec) -> tuple[TransposeTensors, Int32]:
 def cache_signature(spec: CacheSpec) -> tuple[cached.Tensors, cached.Scalars]:
     """The arguments of `CacheForward(spec)`, without the stream."""
     traits = spec.traits
-    rank_q = 3 if traits.q_layout == "varlen" else 4
-    rank_kv = 3 if traits.kv_layout == "varlen" else 4
-    parts = int(spec.split)
     tensors = cached.Tensors(
+        **_of_attention(spec),
+        selection=_small(Int32, 3) if traits.selection is not None else None,
+        selection_lens=_small(Int32, 2) if traits.selection_lens else None,
+    )
+    return tensors, cached.Scalars(*(t(0) for t in cached.Scalars.__annotations__.values()))
+
+
+def _of_attention(spec: Sm100Spec | Sm90Spec | CacheSpec) -> dict[str, Any]:
+    """The tensors that every attention kernel has, by name."""
+    traits = spec.traits
+    rank_q, rank_kv = _rank(traits.q_layout), _rank(traits.kv_layout)
+    parts = int(spec.split)
+    return dict(
         q=_rows(traits.q_format, rank_q, traits.head_dim),
         k=_rows(traits.kv_format, rank_kv, traits.head_dim),
         v=_rows(traits.kv_format, rank_kv, traits.head_dim_v),
@@ -96,10 +94,11 @@ def cache_signature(spec: CacheSpec) -> tuple[cached.Tensors, cached.Scalars]:
         k_descale=_scale(traits.k_descale, rank_kv),
         v_descale=_scale(traits.v_descale, rank_kv),
         output_scale=_small(Float32, 1) if traits.output_scale else None,
-        selection=_small(Int32, 3) if traits.selection is not None else None,
-        selection_lens=_small(Int32, 2) if traits.selection_lens else None,
     )
-    return tensors, cached.Scalars(*(t(0) for t in cached.Scalars.__annotations__.values()))
+
+
+def _rank(layout: str) -> int:
+    return 3 if layout == "varlen" else 4
 
 
 def combine_signature(spec: CombineSpec) -> CombineTensors:

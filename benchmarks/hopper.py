@@ -25,7 +25,7 @@ import typer
 from torch import Tensor
 
 import flash_attn_fp8 as fa
-from benchmarks import RESULTS, ROOT
+from benchmarks import RESULTS, ROOT, bundles
 from benchmarks.perf_parity import (
     NO_DEVICE,
     OURS,
@@ -37,9 +37,11 @@ from benchmarks.perf_parity import (
     in_turns,
     inputs,
     refusal,
+    those_that_work,
 )
 from flash_attn_fp8.accuracy.measure import rel_l2
 from flash_attn_fp8.results import Plot, Results, ResultsError, Row, plot, write
+from flash_attn_fp8.specs import Spec
 
 SEED = Shape()
 SHAPES = (
@@ -78,15 +80,8 @@ def contenders(shape: Shape, causal: bool, device: str) -> Iterator[Contender]:
             make, per = PEERS[peer]
             given = whole if per == "tensor" else by_head
             makers.append((peer, "its own", given, partial(make, given, causal)))
-        for name, policy, given, maker in makers:
-            try:
-                attention = maker()
-                attention()
-            except Exception as reason:  # of a peer, any: whatever it lacks, it is left out
-                first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-                print(f"left out: {name} {fmt} {shape}: {first[:200]}", file=sys.stderr)
-                continue
-            yield Contender(name, fmt, policy, causal, given, attention)
+        say = partial(print, shape, file=sys.stderr)
+        yield from those_that_work(makers, fmt, causal, say)
 
 
 def _named(shape: Shape) -> dict[str, int]:
@@ -167,26 +162,21 @@ def accumulation(device: str) -> list[Row]:
     return made
 
 
-def make_bundle(folder: Path, arch: str) -> int:
-    """Compile the kernels into a bundle; how many there are."""
-    from flash_attn_fp8.compiler import bundle, cache
-    from flash_attn_fp8.compiler.key import key_of
-
-    specs = {}
-    for shape in (*SHAPES, *(Shape(1, 1, 1, 128, keys) for keys in KEYS)):
-        for fmt, dtype in (("e4m3", torch.float8_e4m3fn), ("bf16", torch.bfloat16)):
-            if fmt == "bf16" and shape.heads == 1:
-                continue
-            for causal in (False, True):
-                for policy in POLICIES.values() if fmt == "e4m3" else (None,):
-                    specs |= _specs(shape, dtype, causal, policy, arch)
-    name = arch.partition(":")[0]
-    entries = {key_of(spec, name): cache.keep(spec, name) for spec in specs}
-    bundle.write(folder, name, entries)
-    return len(entries)
+def kernels(arch: str) -> Iterator[Spec]:
+    """All that measuring launches."""
+    for shape in SHAPES:
+        for causal in (False, True):
+            for policy in POLICIES.values():
+                yield from _specs(shape, torch.float8_e4m3fn, causal, policy, arch)
+            yield from _specs(shape, torch.bfloat16, causal, None, arch)
+    for keys in KEYS:
+        for policy in POLICIES.values():
+            yield from _specs(Shape(1, 1, 1, 128, keys), torch.float8_e4m3fn, False, policy, arch)
 
 
-def _specs(shape, dtype, causal, policy, arch):  # type: ignore[no-untyped-def]
+def _specs(
+    shape: Shape, dtype: torch.dtype, causal: bool, policy: fa.Fp8Policy | None, arch: str
+) -> Sequence[Spec]:
     def tensor(heads: int) -> Tensor:
         size = shape.batch, shape.seqlen, heads, shape.head_dim
         return torch.empty(size, dtype=dtype, device="meta")
@@ -202,7 +192,7 @@ def _specs(shape, dtype, causal, policy, arch):  # type: ignore[no-untyped-def]
         fa.flash_attn_func, q, tensor(shape.kv_heads), tensor(shape.kv_heads), causal=causal,
         fp8_policy=policy, target=arch, impl="cute", **scales,
     ).plan  # fmt: skip
-    return {} if plan is None else dict.fromkeys(plan.kernels)
+    return () if plan is None else plan.kernels
 
 
 def main(
@@ -213,7 +203,7 @@ def main(
 ) -> None:
     """Measure, or make the bundle that measuring needs."""
     if bundle is not None:
-        typer.echo(f"{make_bundle(bundle, arch)} kernels in {bundle}")
+        typer.echo(bundles.make(bundle, arch, dict.fromkeys(kernels(arch))))
         return
     if (why := refusal()) is not None:
         typer.echo(why.replace("perf_parity", "hopper"), err=True)

@@ -27,7 +27,7 @@ import typer
 from torch import Tensor
 
 import flash_attn_fp8 as fa
-from benchmarks import RESULTS, ROOT, append, peers
+from benchmarks import RESULTS, ROOT, append, bundles, peers
 from flash_attn_fp8.results import Results, Row, Scalar, write
 from flash_attn_fp8.specs import AppendSpec
 
@@ -333,17 +333,6 @@ def kernels(arch: str) -> dict[Any, None]:
     return found
 
 
-def make_bundle(folder: Path, arch: str) -> int:
-    """Compile the kernels into a bundle; how many there are."""
-    from flash_attn_fp8.compiler import bundle, cache
-    from flash_attn_fp8.compiler.key import key_of
-
-    name = arch.partition(":")[0]
-    entries = {key_of(spec, name): cache.keep(spec, name) for spec in kernels(arch)}
-    bundle.write(folder, name, entries)
-    return len(entries)
-
-
 def main(
     bundle: Annotated[Path | None, typer.Option(help="make a bundle here, measure nothing")] = None,
     arch: Annotated[str, typer.Option(help="of the bundle, with its SMs")] = "sm_90a:132",
@@ -352,7 +341,7 @@ def main(
 ) -> None:
     """Measure, or make the bundle that measuring needs."""
     if bundle is not None:
-        typer.echo(f"{make_bundle(bundle, arch)} kernels in {bundle}")
+        typer.echo(bundles.make(bundle, arch, kernels(arch)))
         return
     if not torch.cuda.is_available():
         typer.echo("no CUDA device: nothing was measured")

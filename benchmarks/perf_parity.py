@@ -143,6 +143,9 @@ def _cudnn(given: Inputs, causal: bool) -> Attention:
     return peers.cudnn_attention(*given.tensors, causal, given.descales)
 
 
+# A contender's name, policy and inputs, and what makes its call.
+Maker = tuple[str, str, Inputs, Callable[[], Attention]]
+
 # By name: how a peer is made, and what shares a scale with it.
 PEERS: dict[str, tuple[Callable[[Inputs, bool], Attention], str]] = {
     "flash-attn-4": (_flash_attn_4, "batch_head"),
@@ -159,25 +162,32 @@ def contenders(
         by_head = inputs(shape, fmt, "batch_head", device)
         whole = by_head if fmt == "bf16" else inputs(shape, fmt, "tensor", device)
         for causal in (False, True):
-            makers: list[tuple[str, str, Inputs, Callable[[], Attention]]] = [
+            makers: list[Maker] = [
                 (OURS, name, by_head, partial(ours, by_head, fmt, name, causal, impl))
                 for name in POLICIES[fmt]
             ]
             for peer, (make, per) in PEERS.items():
                 given = whole if per == "tensor" else by_head
                 makers.append((peer, "its own", given, partial(make, given, causal)))
-            for name, policy, given, maker in makers:
-                try:
-                    attention = maker()
-                    attention()
-                except Exception as reason:  # of a peer, any: whatever it lacks, it is left out
-                    if name == OURS and not isinstance(reason, NotImplementedError):
-                        raise
-                    first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-                    mask = "causal" if causal else "full"
-                    say(f"left out: {name} {fmt} {mask}: {first[:160]}")
-                    continue
-                yield Contender(name, fmt, policy, causal, given, attention)
+            yield from those_that_work(makers, fmt, causal, say)
+
+
+def those_that_work(
+    makers: Sequence[Maker], fmt: str, causal: bool, say: Callable[[str], object]
+) -> Iterator[Contender]:
+    """Contenders, once called; `say` hears of the others, with the reason."""
+    for name, policy, given, maker in makers:
+        try:
+            attention = maker()
+            attention()
+        except Exception as reason:  # of a peer, any: whatever it lacks, it is left out
+            if name == OURS and not isinstance(reason, NotImplementedError):
+                raise
+            first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+            mask = "causal" if causal else "full"
+            say(f"left out: {name} {fmt} {mask}: {first[:160]}")
+            continue
+        yield Contender(name, fmt, policy, causal, given, attention)
 
 
 # ------------------------------------------------------------------------------------ times

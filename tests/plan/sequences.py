@@ -134,6 +134,11 @@ def together(
     """Each sequence's results from one call with all of them."""
     arguments = arranged(form, all_of_them, layout, page_size, seed)
     out, lse = fa.flash_attn_varlen_func(**arguments, return_lse=True, **form.options)
+    return each_one(out, lse, all_of_them, layout)
+
+
+def each_one(out: Tensor, lse: Tensor, all_of_them: list[Sequence], layout: str) -> list[Results]:
+    """Each sequence's rows of what a call with all of them gave."""
     results, start = [], 0
     for b, s in enumerate(all_of_them):
         rows = s.q.shape[0]

@@ -12,7 +12,7 @@ import torch
 
 import flash_attn_fp8 as fa
 from tests.api.calls import same_bits
-from tests.plan.sequences import LAYOUTS, Form, Results, Sequence, arranged, sequence
+from tests.plan.sequences import LAYOUTS, Form, Results, Sequence, arranged, each_one, sequence
 
 OPTIONS: dict[str, Any] = {"out_dtype": torch.float32, "return_lse": True}
 FORMS = {
@@ -40,15 +40,7 @@ def _together(
     """Each sequence's results from one call with all of them."""
     arguments = arranged(form, batch, layout, page_size, seed) | form.options
     (out, lse), _ = fa.simulate(fa.flash_attn_varlen_func, **arguments, target=f"sm_90a:{sms}")
-    results, start = [], 0
-    for b, s in enumerate(batch):
-        rows = s.q.shape[0]
-        if layout == "padded":
-            results.append((out[b, :rows], lse[b, :, :rows]))
-        else:
-            results.append((out[start : start + rows], lse[:, start : start + rows]))
-        start += rows
-    return results
+    return each_one(out, lse, batch, layout)
 
 
 def _check_bits(name: str, layout: str, page_size: int, order: list[int], sms: int = 2) -> None:

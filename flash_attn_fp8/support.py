@@ -25,12 +25,12 @@ SM90 = "sm_90a"
 
 # What the forward kernels are built for. Head dims: on SM100 two outputs of 128 rows, or one, fit
 # tensor memory.
-SM100_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
-SM100_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+FORWARD_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
+FORWARD_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 # What the cache kernel is built for: rows of whole 32-byte blocks, outputs that fit registers.
-CACHE_HEAD_DIMS = SM100_HEAD_DIMS
+CACHE_HEAD_DIMS = FORWARD_HEAD_DIMS
 
 
 def uses_cache_kernel(problem: Problem, arch: str) -> bool:
@@ -82,19 +82,17 @@ def _forward_selection(problem: Problem, target: Target) -> str | None:
 
 def _forward_head_dims(problem: Problem, target: Target) -> str | None:
     dims = problem.traits.head_dim, problem.traits.head_dim_v
-    if dims in SM100_HEAD_DIMS:
+    if dims in FORWARD_HEAD_DIMS:
         return None
-    known = ", ".join(str(d) if d == dv else f"({d}, {dv})" for d, dv in SM100_HEAD_DIMS)
+    known = ", ".join(str(d) if d == dv else f"({d}, {dv})" for d, dv in FORWARD_HEAD_DIMS)
     return f"its kernel has head dims {known}, not {dims}"
 
 
 def _forward_pages(problem: Problem, target: Target) -> str | None:
     page_size = problem.sizes.page_size
-    if page_size is None or page_size in SM100_PAGE_SIZES:
+    if page_size is None or page_size in FORWARD_PAGE_SIZES:
         return None
-    return (
-        f"its kernel reads pages of {', '.join(map(str, SM100_PAGE_SIZES))} tokens, not {page_size}"
-    )
+    return f"its kernel reads pages of {', '.join(map(str, FORWARD_PAGE_SIZES))} tokens, not {page_size}"
 
 
 def _forward_group(problem: Problem, target: Target) -> str | None:

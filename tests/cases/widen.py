@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flash_attn_fp8.call import Call
 from flash_attn_fp8.checks import problem_of
-from flash_attn_fp8.support import SM100_HEAD_DIMS
+from flash_attn_fp8.support import FORWARD_HEAD_DIMS
 from tests.conftest import KERNELS
 
 CACHES = {"k": "k_cache", "v": "v_cache"}
@@ -43,7 +43,7 @@ def widened(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _dims(d: int, dv: int) -> tuple[int, int] | None:
     """The least head dims of the kernel that hold these; None where there are none."""
-    fitting = [dims for dims in SM100_HEAD_DIMS if dims[0] >= d and dims[1] >= dv]
+    fitting = [dims for dims in FORWARD_HEAD_DIMS if dims[0] >= d and dims[1] >= dv]
     return min(fitting, key=sum, default=None)
 
 

@@ -12,7 +12,7 @@ from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.kernels.sm100 import geometry as sizes
 from flash_attn_fp8.kernels.sm100.geometry import Geometry
 from flash_attn_fp8.specs import Sm100Spec
-from flash_attn_fp8.support import SM100_HEAD_DIMS
+from flash_attn_fp8.support import FORWARD_HEAD_DIMS
 
 DOC = Path(__file__).parents[2] / "docs" / "kernel_sm100.md"
 MARK = "<!-- geometry -->\n"
@@ -30,7 +30,7 @@ def all_geometries() -> list[tuple[str, Geometry]]:
     """Each format's width and head dims, alone and as a pair where they are paired."""
     found = []
     for fmt in ("e4m3", "bf16"):
-        for dims in SM100_HEAD_DIMS:
+        for dims in FORWARD_HEAD_DIMS:
             alone, many_rows = (Geometry(spec_of(fmt, dims, n)) for n in (128, 257))
             label = "fp8" if fmt == "e4m3" else "16 bits"
             label += f", {dims[0]}" if dims[0] == dims[1] else f", {dims[0]} of v {dims[1]}"

@@ -92,7 +92,8 @@ def _forward_pages(problem: Problem, target: Target) -> str | None:
     page_size = problem.sizes.page_size
     if page_size is None or page_size in FORWARD_PAGE_SIZES:
         return None
-    return f"its kernel reads pages of {', '.join(map(str, FORWARD_PAGE_SIZES))} tokens, not {page_size}"
+    known = ", ".join(map(str, FORWARD_PAGE_SIZES))
+    return f"its kernel reads pages of {known} tokens, not {page_size}"
 
 
 def _forward_group(problem: Problem, target: Target) -> str | None:

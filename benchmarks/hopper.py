@@ -37,6 +37,7 @@ from benchmarks.perf_parity import (
     in_turns,
     inputs,
     refusal,
+    specs_of,
     those_that_work,
 )
 from flash_attn_fp8.accuracy.measure import rel_l2
@@ -167,32 +168,11 @@ def kernels(arch: str) -> Iterator[Spec]:
     for shape in SHAPES:
         for causal in (False, True):
             for policy in POLICIES.values():
-                yield from _specs(shape, torch.float8_e4m3fn, causal, policy, arch)
-            yield from _specs(shape, torch.bfloat16, causal, None, arch)
+                yield from specs_of(shape, torch.float8_e4m3fn, causal, policy, arch)
+            yield from specs_of(shape, torch.bfloat16, causal, None, arch)
     for keys in KEYS:
         for policy in POLICIES.values():
-            yield from _specs(Shape(1, 1, 1, 128, keys), torch.float8_e4m3fn, False, policy, arch)
-
-
-def _specs(
-    shape: Shape, dtype: torch.dtype, causal: bool, policy: fa.Fp8Policy | None, arch: str
-) -> Sequence[Spec]:
-    def tensor(heads: int) -> Tensor:
-        size = shape.batch, shape.seqlen, heads, shape.head_dim
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    scales = {}
-    if dtype != torch.bfloat16:
-        scale = torch.empty(shape.batch, shape.kv_heads, device="meta")
-        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), scale)
-    q = tensor(shape.heads)
-    if shape.heads == 1:
-        q = q[:, :128]
-    plan = fa.explain(
-        fa.flash_attn_func, q, tensor(shape.kv_heads), tensor(shape.kv_heads), causal=causal,
-        fp8_policy=policy, target=arch, impl="cute", **scales,
-    ).plan  # fmt: skip
-    return () if plan is None else plan.kernels
+            yield from specs_of(Shape(1, 1, 1, 128, keys), torch.float8_e4m3fn, False, policy, arch)
 
 
 def main(

@@ -8,27 +8,32 @@ what the clock does for a second meets all alike. One query head's last rows are
 exact attention of the same codes: a fast wrong call must show.
 
 Any CUDA device will do; a contender that the device or the environment lacks is left out, and
-said so. Without a device it measures nothing and exits with NO_DEVICE.
+said so. Without a device it measures nothing and exits with NO_DEVICE. On a machine without the
+compiler: `--bundle FOLDER` makes a bundle of the kernels (no GPU needed), and
+FLASH_ATTN_FP8_BUNDLE=FOLDER uses it.
+
 Writes benchmarks/results/perf_parity_DEVICE.{json,md}.
 """
 
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 import flash_attn_fp8 as fa
-from benchmarks import RESULTS, ROOT, peers
+from benchmarks import RESULTS, ROOT, bundles, peers
 from benchmarks.peers import Attention
 from flash_attn_fp8.accuracy.measure import exact, rel_l2
 from flash_attn_fp8.policy import POLICIES
 from flash_attn_fp8.results import Results, Row, write
+from flash_attn_fp8.specs import Spec
 
 NO_DEVICE = 3  # exit status
 RUNS, WARM_UP, TURNS = 200, 10, 10
@@ -89,6 +94,40 @@ def inputs(shape: Shape, fmt: str, per: Any, device: str) -> Inputs:
     q8 = quantize(q, nheads_kv=shape.kv_heads) if per == "batch_head" else quantize(q)
     k8, v8 = quantize(k), quantize(v)
     return Inputs((q8.values, k8.values, v8.values), (q8.descale, k8.descale, v8.descale))
+
+
+# ------------------------------------------------------------------------------ the kernels
+
+
+def specs_of(
+    shape: Shape, dtype: torch.dtype, causal: bool, policy: fa.Fp8Policy | None, arch: str
+) -> Sequence[Spec]:
+    """Kernels that our call of a shape launches on an architecture (`sm_90a:132`)."""
+
+    def tensor(heads: int) -> Tensor:
+        size = shape.batch, shape.seqlen, heads, shape.head_dim
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    scales = {}
+    if dtype.itemsize == 1:
+        scale = torch.empty(shape.batch, shape.kv_heads, device="meta")
+        scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), scale)
+    q = tensor(shape.heads)
+    if shape.heads == 1:
+        q = q[:, :128]
+    plan = fa.explain(
+        fa.flash_attn_func, q, tensor(shape.kv_heads), tensor(shape.kv_heads), causal=causal,
+        fp8_policy=policy, target=arch, impl="cute", **scales,
+    ).plan  # fmt: skip
+    return () if plan is None else plan.kernels
+
+
+def kernels(arch: str) -> Iterator[Spec]:
+    """All that measuring launches."""
+    for fmt, dtype in _DTYPES.items():
+        for policy in POLICIES[fmt].values():
+            for causal in (False, True):
+                yield from specs_of(Shape(), dtype, causal, policy, arch)
 
 
 # ------------------------------------------------------------------------------- contenders
@@ -254,22 +293,28 @@ def refusal() -> str | None:
     )
 
 
-def main() -> int:
-    """Measure, save, and say how the times compare; the exit status."""
+def main(
+    bundle: Annotated[Path | None, typer.Option(help="make a bundle here, measure nothing")] = None,
+    arch: Annotated[str, typer.Option(help="of the bundle, with its SMs")] = "sm_90a:132",
+    out: Annotated[Path, typer.Option(help="folder of the results")] = RESULTS,
+) -> None:
+    """Measure, save, and say how the times compare; or make the bundle that measuring needs."""
+    if bundle is not None:
+        typer.echo(bundles.make(bundle, arch, dict.fromkeys(kernels(arch))))
+        return
     if (why := refusal()) is not None:
-        print(why, file=sys.stderr)
-        return NO_DEVICE
-    shape = Shape()
+        typer.echo(why, err=True)
+        raise typer.Exit(NO_DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("once")  # where no kernel runs, the fallback's is worth one line
-        found = list(contenders(shape, "cuda", partial(print, file=sys.stderr)))
-        made = rows(found, shape)
+        found = list(contenders(Shape(), "cuda", partial(typer.echo, err=True)))
+        made = rows(found, Shape())
     device = re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower()).strip("_")
     results = Results.here(made, "python -m benchmarks.perf_parity", ROOT)
-    print(write(results, f"perf_parity_{device}", RESULTS, ("impl",)).with_suffix(".md"))
+    out.mkdir(parents=True, exist_ok=True)
+    typer.echo(write(results, f"perf_parity_{device}", out, ("impl",)).with_suffix(".md"))
     for line in comparison(made):
-        print(line)
-    return 0
+        typer.echo(line)
 
 
 def comparison(made: Sequence[Row]) -> Iterator[str]:
@@ -288,4 +333,4 @@ def comparison(made: Sequence[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

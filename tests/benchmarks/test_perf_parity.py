@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+import typer
 
 from benchmarks import perf_parity
 from benchmarks.peers import Attention
@@ -32,7 +33,9 @@ def test_without_a_device_it_says_so_and_exits_with_its_own_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert perf_parity.main() == perf_parity.NO_DEVICE != 0
+    with pytest.raises(typer.Exit) as left:
+        perf_parity.main()
+    assert left.value.exit_code == perf_parity.NO_DEVICE != 0
     printed = capsys.readouterr()
     assert "CUDA device" in printed.err
     assert "benchmarks.static_sm100" in printed.err

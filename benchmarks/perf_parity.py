@@ -31,6 +31,7 @@ import flash_attn_fp8 as fa
 from benchmarks import RESULTS, ROOT, bundles, peers
 from benchmarks.peers import Attention
 from flash_attn_fp8.accuracy.measure import exact, rel_l2
+from flash_attn_fp8.plan import policy_of
 from flash_attn_fp8.policy import POLICIES
 from flash_attn_fp8.results import Results, Row, write
 from flash_attn_fp8.specs import Spec
@@ -313,22 +314,32 @@ def main(
     results = Results.here(made, "python -m benchmarks.perf_parity", ROOT)
     out.mkdir(parents=True, exist_ok=True)
     typer.echo(write(results, f"perf_parity_{device}", out, ("impl",)).with_suffix(".md"))
-    for line in comparison(made):
+    for line in comparison(made, own_policy(found)):
         typer.echo(line)
 
 
-def comparison(made: Sequence[Row]) -> Iterator[str]:
-    """Each time beside that of our e4m3 under its default policy."""
+def own_policy(found: Sequence[Contender]) -> str:
+    """Name of the policy that our e4m3 call without one runs under, here."""
+    given = next(c.given for c in found if (c.impl, c.format) == (OURS, "e4m3"))
+    told = fa.explain(fa.flash_attn_func, *given.tensors, **given.named())
+    if told.problem is None or told.plan is None or told.plan.impl == "reference":
+        return "default"
+    policy = policy_of(told.problem, told.plan.target)
+    return next(name for name, known in POLICIES["e4m3"].items() if known == policy)
+
+
+def comparison(made: Sequence[Row], policy: str) -> Iterator[str]:
+    """Each time beside that of our e4m3 under a policy."""
     times = [row for row in made if row.metric == "time"]
     base = {
         row.case["mask"]: row.value
         for row in times
-        if (row.impl, row.case["format"], row.case["policy"]) == (OURS, "e4m3", "default")
+        if (row.impl, row.case["format"], row.case["policy"]) == (OURS, "e4m3", policy)
     }
     for row in times:
         name = " ".join((row.impl, *map(str, row.case.values())))
         against = base.get(row.case["mask"])
-        ratio = f", {row.value / against:.3f} x e4m3's" if against else ""
+        ratio = f", {row.value / against:.3f} x e4m3's ({policy})" if against else ""
         yield f"{name}: {row.value:.4g} ms (median of {len(row.runs)}){ratio}"
 
 

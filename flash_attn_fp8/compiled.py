@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import (
     ALIGNMENT,
+    TILE,
     CacheSpec,
     Kernel,
     Sm90Spec,
     Sm100Spec,
     TransposeSpec,
+    WidenSpec,
 )
 from flash_attn_fp8.target import Target
 
@@ -99,13 +101,15 @@ class _Launcher:
         if not isinstance(spec, Sm90Spec | Sm100Spec | CacheSpec):
             raise TypeError(f"no compiled kernel has the spec {spec!r}")
         self.plan = plan  # lives as long as this, so that its id is no other plan's
-        self.problem, self.traits = problem, problem.traits
+        self.problem = problem
         self.kernel = _kernel(spec, target.arch)
         self.combine = _kernel(spec.combine, target.arch) if spec.split else None
+        self.traits = spec.traits  # those of K and V as the kernel gets them
         self.claims_units = isinstance(spec, Sm90Spec) and spec.claims_units
         self.transpose_spec = spec.transpose if isinstance(spec, Sm90Spec) else None
         if self.transpose_spec is not None:
             self.transpose = _kernel(self.transpose_spec, target.arch)
+        self.widen = None if plan.widen is None else _kernel(plan.widen, target.arch)
         self.parts = plan.split.parts(problem.keys) if spec.split else 1
         self.scalars = _scalars(plan, problem, self.parts, target)
         self.is_cache = isinstance(spec, CacheSpec)
@@ -132,8 +136,11 @@ class _Launcher:
 
     def tensors(self, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
         """`Tensors` of the kernel's `operands`, as a plain tuple."""
-        traits = self.traits
-        v, counter = _aligned(o.v), self._counter(o.q.device)
+        traits, counter = self.traits, self._counter(o.q.device)
+        units = None
+        if self.widen is not None and self.plan.widen is not None and counter is not None:
+            o, units = self._widened(self.widen, self.plan.widen, o, counter)
+        v = _aligned(o.v)
         if self.transpose_spec is not None and counter is not None:
             v = self._transposed(self.transpose_spec, o, v, counter)
         shared = (
@@ -150,11 +157,12 @@ class _Launcher:
             return (*shared, *scales, o.selection, o.selection_lens)
         if not self.claims_units:
             counter = None
-        return (*shared, _scale(o.q_descale, traits.q_descale, traits.q_layout), *scales, counter)
+        q_scale = _scale(o.q_descale, traits.q_descale, traits.q_layout)
+        return (*shared, q_scale, *scales, counter, units)
 
     def _counter(self, device: torch.device) -> Tensor | None:
-        """Of the units of work that CTAs claim; what transposes V makes it 0."""
-        if self.transpose_spec is not None:
+        """Of the units of work that CTAs claim; a kernel that runs before makes it 0."""
+        if self.transpose_spec is not None or self.widen is not None:
             return torch.empty(1, dtype=torch.int32, device=device)
         return torch.zeros(1, dtype=torch.int32, device=device) if self.claims_units else None
 
@@ -173,6 +181,32 @@ class _Launcher:
         bounds = o.cu_seqlens_k, o.seqused_k, o.page_table
         self.transpose((v.view(torch.uint8), out, *bounds, counter), keys)
         return out.view(v.dtype)
+
+    def _widened(
+        self, widen: Callable[..., Any], spec: WidenSpec, o: Operands, counter: Tensor
+    ) -> tuple[Operands, Tensor | None]:
+        """K and V in 16 bits, rows of each sequence, and units of their tiles for scales."""
+        packed = o.cu_seqlens_k is not None
+        sequences = o.page_table if o.page_table is not None else o.k
+        batch = o.cu_seqlens_k.shape[0] - 1 if o.cu_seqlens_k is not None else sequences.shape[0]
+        keys, heads = self.problem.sizes.seqlen_k, o.k.shape[-2]
+        new = partial(torch.empty, device=o.k.device)
+        k, v = (
+            new(batch, keys, heads, x.shape[-1], dtype=FORMATS[fmt].dtype)
+            for x, fmt in ((o.k, spec.k_format), (o.v, spec.v_format))
+        )
+        units = new(batch, heads, -(-keys // TILE), 2) if spec.scales else None
+        lengths = new(batch, dtype=torch.int32) if packed else None
+        layout = spec.kv_layout
+        widen((
+            _aligned(o.k).view(torch.uint8), _aligned(o.v).view(torch.uint8), k, v,
+            lengths, o.cu_seqlens_k, o.seqused_k, o.page_table,
+            _scale(o.k_descale, self.problem.traits.k_descale, layout) if spec.k_scale else None,
+            _scale(o.v_descale, self.problem.traits.v_descale, layout) if spec.v_scale else None,
+            units, counter,
+        ))  # fmt: skip
+        seqused_k = lengths if packed else o.seqused_k
+        return o._replace(k=k, v=v, cu_seqlens_k=None, page_table=None, seqused_k=seqused_k), units
 
 
 _launchers: dict[tuple[int, Target | None, bool], _Launcher] = {}
@@ -219,7 +253,8 @@ def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[
 
 def _heads_at_once(plan: Plan, problem: Problem, parts: int, target: Target) -> int:
     """How many heads' units of work are neighbours in the schedule: their K and V share the L2."""
-    sizes, traits = problem.sizes, problem.traits
+    sizes, spec = problem.sizes, plan.spec
+    traits = spec.traits if isinstance(spec, Sm90Spec | Sm100Spec) else problem.traits
     bytes_per_key = (traits.head_dim + traits.head_dim_v) * FORMATS[traits.kv_format].bits // 8
     at_once = _L2_BYTES[target.arch] // max(1, sizes.seqlen_k * bytes_per_key)
     # No more than there are: the kernel multiplies them by the blocks of a head, in 32 bits.
@@ -250,7 +285,7 @@ def _has_aligned_rows(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 def _scale(scale: Tensor | None, kind: Descale | None, layout: str) -> Tensor | None:
     """A descale as the kernel has it; the leading 1 of a packed one is dropped."""
-    if scale is None or kind is None:
+    if scale is None or kind is None or kind.per_tile:
         return None
     if kind.granularity == "tensor":
         return scale.reshape(1)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flash_attn_fp8.cache_tile import tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
-from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.formats import FORMATS, FP16
 from flash_attn_fp8.policy import POLICIES, Fp8Policy
-from flash_attn_fp8.problem import Problem
+from flash_attn_fp8.problem import Descale, Problem, Traits
 from flash_attn_fp8.specs import (
     TILE,
     CacheSpec,
@@ -24,6 +24,7 @@ from flash_attn_fp8.specs import (
     Kernel,
     Sm90Spec,
     Sm100Spec,
+    WidenSpec,
 )
 from flash_attn_fp8.support import (
     EXECUTORS,
@@ -44,6 +45,9 @@ TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `ti
 
 # Query rows of a KV head up to which the cache kernel takes 16-bit queries on SM90.
 FEW_ROWS = 64
+# The same over 8-bit codes, whose conversion costs five times their bytes: rows of each key.
+FEW_ROWS_OF_CODES = 256
+WIDENED_BYTES = 4 * 2**30  # of K and V in 16 bits that a call may take while it runs
 # Of the cache kernel: below that, merging parts takes longer than the parts save (an H200).
 CACHE_KEYS_PER_SPLIT = 512
 MAX_AUTO_SPLITS = 128  # FA4's cap for its heuristic
@@ -135,6 +139,7 @@ class Plan:
     pack_gqa: bool
     disable_scheduler_metadata: bool
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    widen: WidenSpec | None = None
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -142,7 +147,8 @@ class Plan:
         spec = self.spec
         if not isinstance(spec, Sm90Spec | Sm100Spec | CacheSpec):
             return ()
-        before = spec.transpose if isinstance(spec, Sm90Spec) else None
+        transpose = spec.transpose if isinstance(spec, Sm90Spec) else None
+        before = transpose or self.widen
         after = spec.combine if spec.split else None
         return tuple(kernel for kernel in (before, spec, after) if kernel is not None)
 
@@ -188,14 +194,19 @@ def _plan(
     group = traits.q_heads_per_kv_head
     pack_gqa = group > 1 if request.pack_gqa is None else request.pack_gqa
     split = _split(problem, target, pack_gqa)
+    spec = _spec(impl, problem, target, pack_gqa, split)
+    widen = None
+    if isinstance(spec, Sm90Spec) and spec.widened:
+        widen = _widen_spec(traits, spec)
     return Plan(
         impl=impl,
         target=target,
-        spec=_spec(impl, problem, target, pack_gqa, split),
+        spec=spec,
         split=split,
         pack_gqa=pack_gqa,
         disable_scheduler_metadata=request.disable_scheduler_metadata or traits.q_layout == "dense",
         rejected=rejected,
+        widen=widen,
     )
 
 
@@ -210,9 +221,11 @@ def _spec(
         return _cache_spec(problem, target, split)
     traits = problem.traits
     if target.arch == SM90:
+        widened = traits.q_format != traits.kv_format
+        problem = _widened(problem) if widened else problem
         group = traits.q_heads_per_kv_head if pack_gqa else 1
-        traits = replace(traits, policy=policy_of(problem, target))
-        return Sm90Spec(traits, group, problem.sizes.page_size, split.divides)
+        traits = replace(problem.traits, policy=policy_of(problem, target))
+        return Sm90Spec(traits, group, problem.sizes.page_size, split.divides, widened)
     # Its tensor cores accumulate in fp32: promotion means nothing, and must not be in the key.
     policy = traits.policy.replace(promote_every=None)
     group = traits.q_heads_per_kv_head if pack_gqa else 1
@@ -239,18 +252,69 @@ def policy_of(problem: Problem, target: Target) -> Fp8Policy:
 def _runs_cache_kernel(problem: Problem, target: Target) -> bool:
     """Whether the cache kernel runs a problem: what no other kernel can, and few queries on SM90.
 
-    There 16-bit queries over keys of their own format have two kernels. A tile of the forward
-    kernel has 128 rows, of which few queries leave most idle, and every CTA of it waits for its
-    first keys alone; the cache kernel gives each warp 16 rows and keys of its own, which is what
-    reading a cache as fast as memory goes takes. From more rows on the tensor core is the limit,
-    and the cache kernel's instructions of 16 rows reach half of it.
+    There 16-bit queries have two kernels. A tile of the forward kernel has 128 rows, of which few
+    queries leave most idle, and every CTA of it waits for its first keys alone; the cache kernel
+    gives each warp 16 rows and keys of its own, which is what reading a cache as fast as memory
+    goes takes. From more rows on the tensor core is the limit, and the cache kernel's instructions
+    of 16 rows reach half of it. Then it pays, too, to convert 8-bit codes to what `wgmma` reads.
     """
     if not uses_cache_kernel(problem, target.arch):
         return False
     rows = problem.sizes.seqlen_q * problem.traits.q_heads_per_kv_head
     if target.arch != SM90 or rows <= FEW_ROWS:
         return True
-    return not fits_forward_kernel(problem, target)
+    if problem.traits.q_format == problem.traits.kv_format:
+        return not fits_forward_kernel(problem, target)
+    return not (_pays_to_widen(problem) and fits_forward_kernel(_widened(problem), target))
+
+
+def _pays_to_widen(problem: Problem) -> bool:
+    """Whether so many rows see a key on average that it is worth converting, if there is room."""
+    sizes, traits = problem.sizes, problem.traits
+    rows = sizes.seqlen_q * traits.q_heads_per_kv_head
+    seen = sizes.seqlen_k
+    if sizes.window_left is not None:
+        seen = min(seen, sizes.window_left + sizes.seqlen_q)
+    row_bytes = 2 * (traits.head_dim + traits.head_dim_v)
+    fits = sizes.batch * sizes.seqlen_k * sizes.nheads_kv * row_bytes <= WIDENED_BYTES
+    return fits and rows * seen > FEW_ROWS_OF_CODES * sizes.seqlen_k
+
+
+def _widened(problem: Problem) -> Problem:
+    """A problem over 8-bit codes as it is once `WidenSpec`'s kernel has run."""
+    traits, policy = problem.traits, problem.traits.policy
+    scaled = traits.k_descale is not None and traits.k_descale.per_token
+    if traits.v_scale_in_exponent:  # which it no longer is; tiles of keys still have units
+        policy = policy.replace(row_sum="exact")
+    traits = replace(
+        traits,
+        kv_format=FP16.name if scaled else traits.q_format,
+        kv_layout="dense",
+        seqused_k=traits.seqused_k or traits.kv_layout == "varlen",
+        k_descale=_of_tiles(traits.k_descale),
+        v_descale=_of_tiles(traits.v_descale),
+        policy=policy,
+    )
+    sizes = replace(problem.sizes, page_size=None, num_pages=None, total_k=None)
+    return replace(problem, traits=traits, sizes=sizes)
+
+
+def _of_tiles(kind: Descale | None) -> Descale | None:
+    return Descale("tile") if kind is not None and kind.per_token else kind
+
+
+def _widen_spec(traits: Traits, spec: Sm90Spec) -> WidenSpec:
+    return WidenSpec(
+        kv_format=traits.kv_format,
+        k_format=spec.traits.kv_format,
+        v_format=spec.v_format,
+        head_dim=traits.head_dim,
+        head_dim_v=traits.head_dim_v,
+        kv_layout=traits.kv_layout,
+        seqused_k=traits.seqused_k,
+        k_scale=traits.k_descale is not None and traits.k_descale.per_token,
+        v_scale=traits.v_scale_in_exponent,
+    )
 
 
 def _pays_to_pair(problem: Problem, group: int) -> bool:

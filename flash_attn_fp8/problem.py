@@ -13,7 +13,8 @@ from flash_attn_fp8.formats import Format
 from flash_attn_fp8.policy import Fp8Policy
 
 Selection = Literal["tokens", "pages"]
-Granularity = Literal["tensor", "head", "batch_head", "token_head"]
+# "tile": of a tile of keys and KV head, which no call has: `WidenSpec`'s kernel makes it.
+Granularity = Literal["tensor", "head", "batch_head", "token_head", "tile"]
 
 
 class Descale(NamedTuple):
@@ -25,6 +26,10 @@ class Descale(NamedTuple):
     @property
     def per_token(self) -> bool:
         return self.granularity == "token_head"
+
+    @property
+    def per_tile(self) -> bool:
+        return self.granularity == "tile"
 
 
 @dataclass(frozen=True)

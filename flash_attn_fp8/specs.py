@@ -57,7 +57,17 @@ class Sm100Spec(ForwardSpec):
 
 @dataclass(frozen=True)
 class Sm90Spec(ForwardSpec):
-    """The SM90 forward kernel."""
+    """The SM90 forward kernel.
+
+    `widened`: K and V are what `WidenSpec`'s kernel makes, and the traits say so.
+    """
+
+    widened: bool = False
+
+    @property
+    def v_format(self) -> str:
+        """Of V as the tensor core reads it: P's, where that has 16 bits. K's is `kv_format`."""
+        return self.traits.kv_format if self.is_fp8 else self.traits.policy.p_format
 
     @property
     def claims_units(self) -> bool:
@@ -214,6 +224,29 @@ class TransposeSpec:
     seqused_k: bool = False
 
 
+@dataclass(frozen=True)
+class WidenSpec:
+    """The kernel that makes rows in 16 bits of a cache's 8-bit codes for `Sm90Spec`'s.
+
+    `k_scale`, `v_scale`: there is one a (token, KV head), which multiplies the codes.
+    """
+
+    kv_format: str
+    k_format: str
+    v_format: str
+    head_dim: int
+    head_dim_v: int
+    kv_layout: str
+    seqused_k: bool = False
+    k_scale: bool = False
+    v_scale: bool = False
+
+    @property
+    def scales(self) -> bool:
+        """Whether any codes are multiplied, and tiles have units."""
+        return self.k_scale or self.v_scale
+
+
 # What a plan launches, and with appends all that is compiled.
-Kernel = Sm90Spec | Sm100Spec | TransposeSpec | CacheSpec | CombineSpec
+Kernel = Sm90Spec | Sm100Spec | TransposeSpec | WidenSpec | CacheSpec | CombineSpec
 Spec = Kernel | AppendSpec

@@ -47,11 +47,8 @@ def uses_cache_kernel(problem: Problem, arch: str) -> bool:
 
 
 def fits_forward_kernel(problem: Problem, target: Target) -> bool:
-    """Whether an architecture's kernel for long queries can run a problem."""
-    traits = problem.traits
-    if traits.q_format != traits.kv_format or not has_forward_kernel(target.arch):
-        return False
-    return not any(rule(problem, target) for rule in _FORWARD)
+    """Whether an architecture's kernel for long queries can run a problem, formats apart."""
+    return has_forward_kernel(target.arch) and not any(rule(problem, target) for rule in _FORWARD)
 
 
 def has_forward_kernel(arch: str) -> bool:

@@ -14,12 +14,14 @@ from flash_attn_fp8.compiler.signatures import (
     combine_signature,
     forward_signature,
     transpose_signature,
+    widen_signature,
 )
 from flash_attn_fp8.kernels.append import Append
 from flash_attn_fp8.kernels.cached.forward import CacheForward
 from flash_attn_fp8.kernels.combine import Combine
 from flash_attn_fp8.kernels.sm90.forward import Sm90Forward
 from flash_attn_fp8.kernels.sm90.transpose import Transpose
+from flash_attn_fp8.kernels.sm90.widen import Widen
 from flash_attn_fp8.kernels.sm100.forward import Sm100Forward
 from flash_attn_fp8.specs import (
     AppendSpec,
@@ -28,6 +30,7 @@ from flash_attn_fp8.specs import (
     Sm100Spec,
     Spec,
     TransposeSpec,
+    WidenSpec,
 )
 
 OPTIONS = "--enable-tvm-ffi"
@@ -44,6 +47,8 @@ def compile_kernel(spec: Spec, options: str = "", **how: Any) -> Any:
         kernel, arguments = Sm90Forward(spec), forward_signature(spec)
     elif isinstance(spec, TransposeSpec):
         kernel, arguments = Transpose(spec), transpose_signature(spec)
+    elif isinstance(spec, WidenSpec):
+        kernel, arguments = Widen(spec), (widen_signature(spec),)
     elif isinstance(spec, CacheSpec):
         kernel, arguments = CacheForward(spec), cache_signature(spec)
     elif isinstance(spec, AppendSpec):

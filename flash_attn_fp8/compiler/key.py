@@ -28,6 +28,7 @@ _OTHERS = {
     "Sm100Spec": ("kernels/cached", "kernels/sm90"),
     "Sm90Spec": _SM90,
     "TransposeSpec": _SM90,
+    "WidenSpec": _SM90,
     "CacheSpec": ("kernels/forward", "kernels/sm90", "kernels/sm100"),
 }
 _NOT_IN_CODE = tuple(f"compiler/{n}.py" for n in ("bundle", "cache", "cache_presets", "presets"))

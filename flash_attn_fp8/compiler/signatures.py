@@ -17,6 +17,7 @@ from flash_attn_fp8.kernels.combine_operands import CombineTensors
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.sm90.transpose import TransposeTensors
+from flash_attn_fp8.kernels.sm90.widen import WidenTensors
 from flash_attn_fp8.problem import Descale
 from flash_attn_fp8.specs import (
     ALIGNMENT,
@@ -27,23 +28,26 @@ from flash_attn_fp8.specs import (
     Sm90Spec,
     Sm100Spec,
     TransposeSpec,
+    WidenSpec,
 )
 
 
 def forward_signature(spec: Sm100Spec | Sm90Spec) -> tuple[Tensors, Scalars]:
     """The arguments of `Sm100Forward(spec)` or `Sm90Forward(spec)`, without the stream."""
     shared = _of_attention(spec)
+    descales = spec.traits.k_descale, spec.traits.v_descale
     claims = False
     if isinstance(spec, Sm90Spec):
         claims = spec.claims_units
+        rank = _rank(spec.traits.kv_layout)
+        shared["v"] = _rows(spec.v_format, rank, spec.traits.head_dim_v)
         if spec.transpose is not None:
-            shared["v"] = _transposed(
-                spec.traits.kv_format, _rank(spec.traits.kv_layout), spec.traits.head_dim_v
-            )
+            shared["v"] = _transposed(spec.traits.kv_format, rank, spec.traits.head_dim_v)
     tensors = Tensors(
         **shared,
         q_descale=_scale(spec.traits.q_descale, _rank(spec.traits.q_layout)),
         counter=_small(Int32, 1) if claims else None,
+        units=_units(any(d is not None and d.per_tile for d in descales)),
     )
     return tensors, Scalars(*(t(0) for t in Scalars.__annotations__.values()))
 
@@ -61,6 +65,30 @@ def transpose_signature(spec: TransposeSpec) -> tuple[TransposeTensors, Int32]:
         counter=_small(Int32, 1),
     )
     return tensors, Int32(0)
+
+
+def widen_signature(spec: WidenSpec) -> WidenTensors:
+    """The arguments of `Widen(spec)`, without the stream."""
+    rank = _rank(spec.kv_layout)
+    packed = spec.kv_layout == "varlen"
+
+    def small(exists: bool, rank: int) -> Any:
+        return _small(Float32, rank) if exists else None
+
+    return WidenTensors(
+        k=_aligned_rows(Uint8, ALIGNMENT, rank, spec.head_dim),
+        v=_aligned_rows(Uint8, ALIGNMENT, rank, spec.head_dim_v),
+        wide_k=_rows(spec.k_format, 4, spec.head_dim),
+        wide_v=_rows(spec.v_format, 4, spec.head_dim_v),
+        lengths=_small(Int32, 1) if packed else None,
+        cu_seqlens_k=_small(Int32, 1) if packed else None,
+        seqused_k=_small(Int32, 1) if spec.seqused_k else None,
+        page_table=_small(Int32, 2) if spec.kv_layout == "paged" else None,
+        k_scale=small(spec.k_scale, rank - 1),
+        v_scale=small(spec.v_scale, rank - 1),
+        units=_units(spec.scales),
+        counter=_small(Int32, 1),
+    )
 
 
 def cache_signature(spec: CacheSpec) -> tuple[cached.Tensors, cached.Scalars]:
@@ -153,9 +181,18 @@ def _small(dtype: Any, rank: int) -> Any:
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=dtype.width // 8)
 
 
+def _units(exist: bool) -> Any:
+    """Two numbers for each (sequence, KV head, tile of keys), next to those of the next tile."""
+    if not exist:
+        return None
+    shape = (*(cute.sym_int32() for _ in range(3)), 2)
+    stride = (cute.sym_int64(divisibility=2), cute.sym_int64(divisibility=2), 2, 1)
+    return cute.runtime.make_fake_tensor(Float32, shape, stride, assumed_align=8)
+
+
 def _scale(kind: Descale | None, rank: int) -> Any:
     """A descale as the kernel indexes it; the leading 1 of a packed one is dropped."""
-    if kind is None:
+    if kind is None or kind.per_tile:
         return None
     ranks = {"tensor": 1, "head": 1, "batch_head": 2, "token_head": rank - 1}
     return _small(Float32, ranks[kind.granularity])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cutlass import Boolean, Int32
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
 from cutlass import select_ as select
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -21,6 +22,15 @@ def asm(result, operands, text: str, constraints: str, loc, ip, side_effects: bo
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def kept(pointer, *, loc=None, ip=None):
+    """A global pointer that stays in registers: ptxas must not compute it anew at each use."""
+    address = Int64(pointer.toint(loc=loc, ip=ip)).ir_value(loc=loc, ip=ip)
+    same = Int64(asm(T.i64(), [address], "mov.b64 $0, $1;", "=l,l", loc, ip, side_effects=True))
+    space, alignment = pointer.memspace, pointer.alignment
+    return cute.make_ptr(pointer.dtype, same, space, assumed_align=alignment, loc=loc, ip=ip)
 
 
 def once_if(condition: Boolean) -> Int32:

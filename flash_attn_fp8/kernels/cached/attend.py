@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
-from flash_attn_fp8.kernels.cached.codes import interleaved, mma, pairs
 from flash_attn_fp8.kernels.cached.context import Context, band
 from flash_attn_fp8.kernels.cached.load import (
     INDEX,
@@ -26,6 +25,8 @@ from flash_attn_fp8.kernels.cached.load import (
     numbers_view,
     ring_view,
 )
+from flash_attn_fp8.kernels.cached.products import interleaved, mma
+from flash_attn_fp8.kernels.codes import pairs
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import packed
 from flash_attn_fp8.kernels.online import capped, raised

@@ -11,12 +11,12 @@ from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.cached.attend import attend, new_state
-from flash_attn_fp8.kernels.cached.codes import bias_log2
 from flash_attn_fp8.kernels.cached.context import Context, Rows, work_of
 from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.merge import finish, scale_of
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.cached.queries import load_queries, shared_queries
+from flash_attn_fp8.kernels.codes import bias_log2
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.fill import Unwritten, fill
 from flash_attn_fp8.policy import LOG2E

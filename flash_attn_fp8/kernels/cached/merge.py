@@ -11,8 +11,8 @@ from cutlass import Float32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
-from flash_attn_fp8.kernels.cached.codes import bias_log2
 from flash_attn_fp8.kernels.cached.context import Context
+from flash_attn_fp8.kernels.codes import bias_log2
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.online import log_add_exp
 from flash_attn_fp8.policy import LN2, LOG2E

@@ -10,6 +10,7 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.dtypes import NEG_INF
+from flash_attn_fp8.kernels.forward.geometry import V_LOG2_BIAS
 from flash_attn_fp8.kernels.forward.scales import output_factor
 from flash_attn_fp8.kernels.forward.schedule import part_of
 from flash_attn_fp8.kernels.online import log_add_exp
@@ -29,6 +30,8 @@ def finish(ctx, work, head, state):
     row_max = select(row_max == Float32.inf, Float32(math.nan), row_max)
     row_sum_quantized = select(row_max == row_max, row_sum_quantized, row_max)
     row_sum = select(row_max == row_max, row_sum, row_max)
+    if const_expr(ctx.traits.v_scale_in_exponent):
+        row_max = row_max - V_LOG2_BIAS
     policy = ctx.traits.policy
     offset, excess = policy.max_offset, policy.code_excess_log2
     total = row_sum_quantized

@@ -11,6 +11,9 @@ from flash_attn_fp8.specs import ForwardSpec
 TOKEN_SCALE_SLOTS = 2  # key tiles whose per-token scales are in shared memory
 K_FACTOR, V_LOG2, V_INVERSE = range(3)  # the numbers of a key there: see token_scales.py
 TOKEN_SCALE_KINDS = 3
+# In V_LOG2 beside log2 of V's scale: the largest score stays positive beside such small scales as
+# V's usually are, and positive numbers are in the order of their bits (sm90/softmax.py).
+V_LOG2_BIAS = 16.0
 
 
 @dataclass(frozen=True)

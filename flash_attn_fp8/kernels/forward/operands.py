@@ -25,6 +25,8 @@ class Tensors(NamedTuple):
     v_descale: cute.Tensor | None
     output_scale: cute.Tensor | None  # (1,)
     counter: cute.Tensor | None = None  # (1,), 0: units of work that CTAs have claimed
+    # (b, h, tiles, 2), of scales per tile: K's unit, log2 of V's; see sm90/widen.py
+    units: cute.Tensor | None = None
 
 
 class TmaOperands(NamedTuple):

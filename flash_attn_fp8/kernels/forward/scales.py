@@ -14,12 +14,22 @@ from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.policy import LOG2E
 
 # A factor of 0 would make NaN of a masked score; this one leaves every score 0 as well.
-_SMALLEST = 2.0**-126
+SMALLEST_FACTOR = 2.0**-126
 
 
 def per_token(kind) -> bool:
     """Whether a descale has a value for each token."""
     return kind is not None and kind.per_token
+
+
+def per_tile(kind) -> bool:
+    """Whether a descale has a value for each tile of keys."""
+    return kind is not None and kind.per_tile
+
+
+def _is_constant(kind) -> bool:
+    """Whether a descale of K or V has one value for all keys."""
+    return kind is not None and not (kind.per_token or kind.per_tile)
 
 
 def is_uniform(ctx: Context) -> bool:
@@ -38,12 +48,12 @@ def row_factor(ctx: Context, work, token, head):
         kind = traits.q_descale
         scale_head = head if const_expr(kind.per_query_head) else head // traits.q_heads_per_kv_head
         factor = factor * _value(t.q_descale, kind.granularity, work, token, scale_head)
-    if const_expr(traits.k_descale is not None and not per_token(traits.k_descale)):
+    if const_expr(_is_constant(traits.k_descale)):
         kv_head = ctx.schedule.kv_head(work.head)
         factor = factor * _value(t.k_descale, traits.k_descale.granularity, work, token, kv_head)
     if const_expr(not traits.softcap):
         factor = factor * LOG2E
-    return cute.arch.fmax(factor, Float32(_SMALLEST), nan=True)
+    return cute.arch.fmax(factor, Float32(SMALLEST_FACTOR), nan=True)
 
 
 @cute.jit
@@ -51,7 +61,7 @@ def output_factor(ctx: Context, work):
     """What multiplies the normalised output: V's scale, and one over the output's."""
     traits, t = ctx.traits, ctx.tensors
     factor = Float32(1.0)
-    if const_expr(traits.v_descale is not None and not per_token(traits.v_descale)):
+    if const_expr(_is_constant(traits.v_descale)):
         kv_head = ctx.schedule.kv_head(work.head)
         factor = _value(t.v_descale, traits.v_descale.granularity, work, 0, kv_head)
     if const_expr(traits.output_scale and not ctx.geometry.spec.split):

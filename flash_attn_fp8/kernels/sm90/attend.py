@@ -20,11 +20,13 @@ from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.finish import finish, nothing_seen, write_lse
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.forward.schedule import each_unit
+from flash_attn_fp8.kernels.ptx import once_if
 from flash_attn_fp8.kernels.sm90 import in_sequence
 from flash_attn_fp8.kernels.sm90.context import Products, multiply, words_of
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 from flash_attn_fp8.kernels.sm90.output import store
-from flash_attn_fp8.kernels.sm90.softmax import Rows, encode, softmax
+from flash_attn_fp8.kernels.sm90.queries import convert_queries
+from flash_attn_fp8.kernels.sm90.softmax import Rows, encode, key_scales, softmax
 from flash_attn_fp8.kernels.sm90.tiles import Tiles
 
 
@@ -41,6 +43,7 @@ def _unit(ctx, products: cutlass.Constexpr, stage, work, units: Int32, tiles: In
     rows = Rows.of(ctx, work, stage)
     q = ctx.barriers.q
     q.wait_full(units * ctx.geometry.q_stage + stage)
+    convert_queries(ctx, rows)
     if const_expr(ctx.geometry.in_sequence):
         o = in_sequence.key_tiles(ctx, products, rows, tiles)
         arrive(q.empty(units * ctx.geometry.q_stage + stage))
@@ -97,7 +100,8 @@ def _first_scores(ctx, t, rows, tiles):
     multiply(t.products.qk, t.s, t.q[None, None, None, rows.stage], t.k, k.slot(tiles))
     warpgroup.wait_group(0)
     arrive(k.empty(tiles))
-    softmax(ctx, rows, t.s, t.rescale, tiles, Int32(0), True)
+    scales = key_scales(ctx, rows, tiles, Int32(0))
+    softmax(ctx, rows, t.s, scales, t.rescale, tiles, Int32(0), True)
     encode(ctx, rows, t.s, t.rescale, words_of(t.p))
 
 
@@ -121,9 +125,10 @@ def _step(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     v.wait_full(tile - 1)
     _multiply_values(ctx, t, v.slot(tile - 1))
     _pass_turn(ctx, rows.stage)
+    scales = key_scales(ctx, rows, tile, i)
     warpgroup.wait_group(1)
     arrive(k.empty(tile))
-    softmax(ctx, rows, t.s, t.rescale, tile, i, masked)
+    softmax(ctx, rows, t.s, scales, t.rescale, tile, i, masked)
     warpgroup.wait_group(0)
     arrive(v.empty(tile - 1))
     # Not before: registers that a wgmma reads must not change from its start to its end.
@@ -180,10 +185,19 @@ def _pass_turn(ctx, stage: Int32):
 def _make_room(ctx, t):
     """Before the next P V: O in units of its P, to be added to; or what was there, added to O."""
     if const_expr(ctx.geometry.accumulates_in_mma):
-        for i in cutlass.range_constexpr(cute.size(t.o)):
-            t.o[i] = t.o[i] * t.rescale[i // 2 % 2]
+        _rescale(t.o, t.rescale)
     else:
         _add(t)
+
+
+@cute.jit
+def _rescale(o, rescale):
+    """O = O * rescale, where it is not 1 in all of the warp's rows."""
+    raises = (rescale[0] != 1.0) | (rescale[1] != 1.0)
+    rounds = once_if(cute.arch.vote_any_sync(raises))
+    for _ in cutlass.range(rounds, unroll=1):
+        for i in cutlass.range_constexpr(cute.size(o)):
+            o[i] = o[i] * rescale[i // 2 % 2]
 
 
 @cute.jit

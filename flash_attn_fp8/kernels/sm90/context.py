@@ -23,6 +23,7 @@ class Buffers:
     v: cute.Pointer
     token_scale: cute.Tensor  # (key, kind, slot): see token_scales.py
     units: cute.Tensor  # (slot,): see units.py
+    q_unit: cute.Tensor  # (row, query tile): see queries.py
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,22 @@ class Products:
     geometry: Geometry
 
     @property
-    def _dtype(self):
-        return DTYPES[self.geometry.spec.traits.q_format]
+    def _k_dtype(self):
+        return DTYPES[self.geometry.spec.traits.kv_format]
+
+    @property
+    def _v_dtype(self):
+        return DTYPES[self.geometry.spec.v_format]
 
     @property
     def qk(self) -> cute.TiledMma:
         k_major, shape = OperandMajorMode.K, (ROWS, self.geometry.tile_n)
-        d = self._dtype
+        d = self._k_dtype
         return hopper.make_trivial_tiled_mma(d, d, k_major, k_major, Float32, (1, 1, 1), shape)
 
     def pv(self, part: int) -> cute.TiledMma:
         """P V, or its part of some of V's columns where it is made in parts."""
-        g, d = self.geometry, self._dtype
+        g, d = self.geometry, self._v_dtype
         v_major = OperandMajorMode.K if g.transposes_v else OperandMajorMode.MN
         return hopper.make_trivial_tiled_mma(
             *(d, d, OperandMajorMode.K, v_major, Float32, (1, 1, 1), (ROWS, g.v_part_rows(part))),
@@ -58,7 +63,7 @@ class Products:
         """What belongs to a part: rows of V^T, or in 16 bits all of V. Slots are of whole tiles."""
         g = self.geometry
         shape = g.v_part_rows(part), g.tile_n, 1
-        layout = _rows(self._dtype, shape) if g.transposes_v else _columns(self._dtype, shape)
+        layout = _rows(self._v_dtype, shape) if g.transposes_v else _columns(self._v_dtype, shape)
         rows, keys, _ = layout.outer.shape
         slot = g.v_bytes // g.element
         outer = cute.make_layout(
@@ -69,12 +74,12 @@ class Products:
     @property
     def q_layout(self) -> cute.ComposedLayout:
         g = self.geometry
-        return _rows(self._dtype, (ROWS, g.head_dim, g.q_stage))
+        return _rows(self._k_dtype, (ROWS, g.head_dim, g.q_stage))
 
     @property
     def k_layout(self) -> cute.ComposedLayout:
         g = self.geometry
-        return _rows(self._dtype, (g.tile_n, g.head_dim, g.stages))
+        return _rows(self._k_dtype, (g.tile_n, g.head_dim, g.stages))
 
 
 def shared(pointer, layout):

@@ -29,6 +29,7 @@ from flash_attn_fp8.kernels.sm90.context import Buffers, Products
 from flash_attn_fp8.kernels.sm90.geometry import (
     FILL_WARP,
     LOAD_WARP,
+    ROWS,
     SCALE_WARP,
     SUM_COLUMNS,
     TAIL_WARP,
@@ -50,6 +51,8 @@ class Sm90Forward:
         self.spec = spec
         self.geometry = Geometry(spec)
         self.dtype = DTYPES[spec.traits.q_format]
+        self.k_dtype = DTYPES[spec.traits.kv_format]
+        self.v_dtype = DTYPES[spec.v_format]
         self.out_dtype = DTYPES[spec.out_format]
 
     @cute.jit
@@ -71,7 +74,7 @@ class Sm90Forward:
             block=(g.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=g.transposes_v,
+            use_pdl=g.follows,
         )
 
     def _boxes(self, products: Products) -> Loads:
@@ -104,6 +107,8 @@ class Sm90Forward:
 
         if warp < _CONSUMERS:
             cute.arch.setmaxregister_decrease(producer)
+            if const_expr(self.spec.widened):
+                cute.arch.griddepcontrol_wait()  # K, V and their scales are not there yet
             if warp == LOAD_WARP:
                 load_role(context(claims=True), Loads.of(tma, boxes))
             elif warp == SCALE_WARP:
@@ -124,13 +129,14 @@ class Sm90Forward:
         smem = SmemAllocator()
         barriers = Barriers.of(smem, g)
         of_keys = cute.make_layout((g.tile_n, TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS))
-        tiles = partial(smem.allocate_array, self.dtype, byte_alignment=1024)
+        tiles = partial(smem.allocate_array, byte_alignment=1024)
         buffers = Buffers(
             token_scale=smem.allocate_tensor(Float32, of_keys, 16),
             units=smem.allocate_tensor(Int32, cute.make_layout(UNIT_SLOTS), 16),
-            q=tiles(g.q_bytes // g.element * g.q_stage),
-            k=tiles(g.k_bytes // g.element * g.stages),
-            v=tiles(g.v_bytes // g.element * g.stages),
+            q_unit=smem.allocate_tensor(Float32, cute.make_layout((ROWS, g.q_stage)), 16),
+            q=tiles(self.dtype, g.q_bytes // g.element * g.q_stage),
+            k=tiles(self.k_dtype, g.k_bytes // g.element * g.stages),
+            v=tiles(self.v_dtype, g.v_bytes // g.element * g.stages),
         )
         return buffers, barriers
 

@@ -61,7 +61,8 @@ class Geometry(ForwardGeometry):
     @property
     def _narrow(self) -> bool:
         """Whether a third consumer has registers: more warps hide more of what each waits for."""
-        return not self.is_fp8 and max(self.head_dim, self.head_dim_v) <= _NARROW
+        wide = max(self.head_dim, self.head_dim_v) > _NARROW
+        return not (self.is_fp8 or self.scales_per_token or wide)
 
     @property
     def threads(self) -> int:
@@ -90,6 +91,16 @@ class Geometry(ForwardGeometry):
     def transposes_v(self) -> bool:
         """Whether V comes transposed from the kernel before: wgmma reads fp8 K-major only."""
         return self.is_fp8
+
+    @property
+    def follows(self) -> bool:
+        """Whether a kernel runs before that makes some of the operands."""
+        return self.transposes_v or self.spec.widened
+
+    @property
+    def converts_q(self) -> bool:
+        """Whether queries change their format in shared memory."""
+        return self.spec.traits.q_format != self.spec.traits.kv_format
 
     @property
     def accumulates_in_mma(self) -> bool:
@@ -159,7 +170,7 @@ class Geometry(ForwardGeometry):
     def cleans_tail(self) -> bool:
         """Whether V rows past a sequence's end can hold anything: then they are zeroed.
 
-        P is 0 there, but 0 * NaN is not. What transposes V writes zeros there.
+        P is 0 there, but 0 * NaN is not. Kernels that run before write zeros there.
         """
         partly = self.spec.traits.kv_layout != "dense" or self.spec.traits.seqused_k
-        return partly and not self.transposes_v
+        return partly and not self.follows

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.sm90.context import multiply, words_of
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
-from flash_attn_fp8.kernels.sm90.softmax import encode, softmax
+from flash_attn_fp8.kernels.sm90.softmax import encode, key_scales, softmax
 from flash_attn_fp8.kernels.sm90.tiles import Tiles
 
 
@@ -64,7 +64,8 @@ def _probabilities(ctx, t, rows, tiles, i: Int32, masked: cutlass.Constexpr):
     """P of tile `i`."""
     warpgroup.wait_group(0)
     arrive(ctx.barriers.k.empty(tiles + i))
-    softmax(ctx, rows, t.s, t.rescale, tiles + i, i, masked)
+    scales = key_scales(ctx, rows, tiles + i, i)
+    softmax(ctx, rows, t.s, scales, t.rescale, tiles + i, i, masked)
     encode(ctx, rows, t.s, t.rescale, words_of(t.p))
 
 

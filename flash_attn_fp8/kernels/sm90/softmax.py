@@ -12,7 +12,7 @@ in 16 bits, from registers: a lane adds up its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,11 +31,18 @@ from flash_attn_fp8.kernels.encode import (
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.geometry import K_FACTOR, V_INVERSE, V_LOG2
 from flash_attn_fp8.kernels.forward.rings import arrive
-from flash_attn_fp8.kernels.forward.scales import is_uniform, per_token, row_factor
+from flash_attn_fp8.kernels.forward.scales import (
+    SMALLEST_FACTOR,
+    is_uniform,
+    per_tile,
+    per_token,
+    row_factor,
+)
 from flash_attn_fp8.kernels.forward.schedule import Work
 from flash_attn_fp8.kernels.online import capped, raised
+from flash_attn_fp8.kernels.ptx import kept
 from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
-from flash_attn_fp8.specs import WARP
+from flash_attn_fp8.specs import TILE, WARP
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Rows:
     row_max: Any
     row_sum: Any
     rounded_sum: Any
+    units: Any
 
     @classmethod
     def of(cls, ctx: Context, work: Work, stage) -> Rows:
@@ -63,7 +71,11 @@ class Rows:
         row_max.fill(NEG_INF)
         row_sum.fill(0.0)
         rounded_sum.fill(0.0)
-        rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum, rounded_sum)
+        units = None
+        if ctx.tensors.units is not None:
+            units = ctx.tensors.units[work.batch, ctx.schedule.kv_head(work.head), None, None]
+            units = cute.make_tensor(kept(units.iterator), units.layout)
+        rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum, rounded_sum, units)
         for r in range(2):
             token, head, _ = ctx.schedule.query(work, stage, rows.row(r))
             factor[r] = row_factor(ctx, work, token, head)
@@ -88,28 +100,65 @@ def _over_quad(x, op):
     return x
 
 
+class KeyScales(NamedTuple):
+    """Scales of a tile's keys. None: the spec has no use for it.
+
+    `of_keys` (key, kind) in shared memory, of each; or of all: what multiplies scores, and what is
+    added to their logarithm for V, which P V is in units of.
+    """
+
+    of_keys: Any
+    k_unit: Any
+    v_unit_log2: Any
+
+
+def key_scales(ctx, rows, tile: Int32, i: Int32) -> KeyScales:
+    """Those of key tile `i` of the rows, `tile` of the launch."""
+    g, of_keys = ctx.geometry, None
+    if g.scales_per_token:
+        ctx.barriers.token_scales.wait_full(tile)
+        of_keys = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(tile)]
+    k_unit = v_unit_log2 = None
+    if rows.units is not None:
+        both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        cute.autovec_copy(rows.units[(rows.work.n_max - 1 - i) * g.tile_n // TILE, None], both)
+        k_unit = both[0] if per_tile(ctx.traits.k_descale) else None
+        v_unit_log2 = both[1] if per_tile(ctx.traits.v_descale) else None
+    return KeyScales(of_keys, k_unit, v_unit_log2)
+
+
 @cute.jit
-def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Constexpr):
+def softmax(
+    ctx,
+    rows,
+    s,
+    scales: cutlass.Constexpr,
+    rescale,
+    tile: Int32,
+    i: Int32,
+    masked: cutlass.Constexpr,
+):
     """Scores of key tile `i` of the rows, `tile` of the launch, become P, not yet rounded."""
     g, policy = ctx.geometry, ctx.traits.policy
     sums = ctx.traits.exact_row_sum or g.spec.writes_lse
-    scales = None
-    if const_expr(g.scales_per_token):
-        ctx.barriers.token_scales.wait_full(tile)
-        scales = ctx.buffers.token_scale[None, None, ctx.barriers.token_scales.slot(tile)]
-    _to_log2(ctx, rows, s, scales)
+    factors = [_factor(rows.factor[r], scales.k_unit) for r in range(2)]
+    _to_log2(ctx, rows, s, factors, scales.of_keys)
     if const_expr(masked):
         _mask(ctx, rows, s, rows.work.n_max - 1 - i)
     tops = _maxima(s, masked)
     for r in cutlass.range_constexpr(2):
-        factor = rows.factor[r] if const_expr(_is_plain(ctx)) else Float32(1.0)
+        factor = factors[r] if const_expr(_is_plain(ctx)) else Float32(1.0)
         top = tops[r] * factor
         if const_expr(policy.exp2 == "code" and _is_plain(ctx)):
             top = mul_up(tops[r], factor)
+        if const_expr(scales.v_unit_log2 is not None):
+            top = top + scales.v_unit_log2
         row_max, rescale[r] = raised(policy, rows.row_max[r], top)
         rows.row_max[r] = row_max
         finite = select(row_max == NEG_INF, Float32(0.0), row_max)
         shift = Float32(policy.max_offset) - finite
+        if const_expr(scales.v_unit_log2 is not None):
+            shift = shift + scales.v_unit_log2
         total = Float32(0.0)
         if const_expr(policy.exp2 == "code"):
             if const_expr(sums):
@@ -121,11 +170,18 @@ def softmax(ctx, rows, s, rescale, tile: Int32, i: Int32, masked: cutlass.Conste
                     at = e + 2 * r + 4 * j
                     s[at] = cute.math.exp2(s[at] * factor + shift, fastmath=True)
             if const_expr(sums):
-                total = _sum(ctx, rows, s, r, scales)
+                total = _sum(ctx, rows, s, r, scales.of_keys)
+            if const_expr(scales.v_unit_log2 is not None):
+                total = total * cute.math.exp2(-scales.v_unit_log2, fastmath=True)
         if const_expr(sums):
             rows.row_sum[r] = rows.row_sum[r] * rescale[r] + total
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
+
+
+def _factor(factor, k_unit):
+    """What multiplies a row's scores; not 0, which would make NaN of a masked one."""
+    return factor if k_unit is None else cute.arch.fmax(factor * k_unit, SMALLEST_FACTOR, nan=True)
 
 
 def _is_plain(ctx) -> bool:
@@ -134,12 +190,12 @@ def _is_plain(ctx) -> bool:
 
 
 @cute.jit
-def _to_log2(ctx, rows, s, scales):
+def _to_log2(ctx, rows, s, factors: cutlass.Constexpr, scales: cutlass.Constexpr):
     """Scores that are no plain multiple of x become x, in place."""
     traits = ctx.traits
     if const_expr(not _is_plain(ctx)):
         for i in cutlass.range_constexpr(cute.size(s)):
-            factor = rows.factor[i // 2 % 2]
+            factor = factors[i // 2 % 2]
             x, column = s[i], _column(rows, i)
             if const_expr(per_token(traits.k_descale)):
                 x = x * (factor if const_expr(not is_uniform(ctx)) else Float32(1.0))

@@ -41,6 +41,7 @@ class Tiles:
         # A slice of the warpgroup as a whole: its descriptors have no part of a lane.
         qk = products.qk.get_slice(0)
         parts = range(g.v_parts)
+        q = cute.recast_ptr(b.q, dtype=DTYPES[g.spec.traits.kv_format])
         if g.accumulates_in_mma:
             o = _product(g, products, 0)
             pv = (o,)
@@ -50,7 +51,7 @@ class Tiles:
         p_shape = products.pv(0).partition_shape_A((ROWS, g.tile_n))
         return cls(
             products,
-            q=products.qk.make_fragment_A(qk.partition_A(shared(b.q, products.q_layout))),
+            q=products.qk.make_fragment_A(qk.partition_A(shared(q, products.q_layout))),
             k=products.qk.make_fragment_B(qk.partition_B(shared(b.k, products.k_layout))),
             v=tuple(_values(g, b, products, n) for n in parts),
             s=_registers(products.qk.partition_shape_C((ROWS, g.tile_n))),

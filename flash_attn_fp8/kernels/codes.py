@@ -1,7 +1,7 @@
-"""Codes to 16-bit operands of the tensor core, exact for every one of a format's 256 codes.
+"""Codes to 16-bit numbers, exact for every one of a format's 256 codes.
 
-A 32-bit word holds four 8-bit codes, or two 16-bit numbers. `pairs` makes of it what B of
-`mma.m16n8k16` wants: words of two 16-bit numbers. 8-bit codes become fp16, which holds all of them:
+A 32-bit word holds four 8-bit codes, or two 16-bit numbers. 8-bit codes become fp16, which holds
+all of them, as does bf16:
 
 * e5m2 is fp16's upper byte;
 * e4m3 has an instruction from sm_89 on. Before that, a shift puts its bits where fp16 has them,
@@ -13,18 +13,17 @@ A 32-bit word holds four 8-bit codes, or two 16-bit numbers. `pairs` makes of it
 from __future__ import annotations
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from flash_attn_fp8.kernels.encode import packed, values_of_16bit
 from flash_attn_fp8.kernels.ptx import asm
 
 # Selectors of prmt: four bytes of (second word, first word), the highest first.
 _LOW_CODES, _HIGH_CODES = 0x1404, 0x3424  # each code as the upper byte of a half, over zeros
 _LOW_BYTES, _HIGH_BYTES = 0x4140, 0x4342  # each code as the lower byte of a half
 _LOW_SIGNS, _HIGH_SIGNS = 0x9988, 0xBBAA  # a half full of the upper bit of each code
-_LOW_HALVES, _HIGH_HALVES = 0x5410, 0x7632
-_EVEN_CODES, _ODD_CODES = 0x5140, 0x7362
 
 _E4M3_HARDWARE = """{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2;
 cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }"""
@@ -57,12 +56,10 @@ def pairs(fmt: str, has_fp8: bool, word: Uint32) -> list[Uint32]:
     return shifted
 
 
-def interleaved(fmt: str, first: Uint32, second: Uint32) -> list[Uint32]:
-    """Words of two rows as words of pairs: an element of the first row, then the second's."""
-    selectors = _LOW_HALVES, _HIGH_HALVES
-    if fmt not in ("bf16", "fp16"):
-        selectors = _EVEN_CODES, _ODD_CODES
-    return [cute.arch.prmt(first, second, s) for s in selectors]
+def halves(fmt: str, to: str, word: Uint32) -> list[Uint32]:
+    """The four codes of a word in bf16 or fp16, two a word; on an architecture that has fp8."""
+    words = pairs(fmt, True, word)
+    return words if to == "fp16" else [packed(to, values_of_16bit("fp16", w)) for w in words]
 
 
 @dsl_user_op
@@ -77,19 +74,3 @@ def _e4m3(word: Uint32, *, loc=None, ip=None) -> list[Uint32]:
 def _subtract(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
     operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     return Uint32(asm(T.i32(), operands, "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", loc, ip))
-
-
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 "
-_MMA += "{{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
-
-
-@dsl_user_op
-def mma(fmt: str, a, b, c, *, loc=None, ip=None) -> tuple[Float32, ...]:
-    """A (four words) times B (two) plus C (four numbers), 16 x 8 x 16, in bf16 or fp16."""
-    text = _MMA.format(t={"bf16": "bf16", "fp16": "f16"}[fmt])
-    operands = [Uint32(x).ir_value(loc=loc, ip=ip) for x in (*a, *b)]
-    operands += [Float32(x).ir_value(loc=loc, ip=ip) for x in c]
-    four = llvm.StructType.get_literal([T.f32()] * 4)
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-    result = asm(four, operands, text, constraints, loc, ip)
-    return tuple(Float32(llvm.extractvalue(T.f32(), result, [i], loc=loc, ip=ip)) for i in range(4))

@@ -1,0 +1,219 @@
+"""The kernel that makes 16-bit rows of a cache's 8-bit codes, once for all query tiles and heads.
+
+Codes with a scale each token are multiplied by it, in units of a power of two for each tile of keys
+and KV head, and rounded to fp16: by 2**-12 at the most, a fortieth of what e4m3 rounds, and as much
+as P is rounded by. Applying scales to scores instead costs the forward kernel a third of its time
+(docs/kernel_sm90.md). Other codes stay what they are: fp16 and bf16 hold all of them.
+
+Sequences become rows of their own, whatever the cache's layout: pages of any size, packed, or rows.
+A thread has 8 codes at a time: it reads 8 bytes and writes 16, so that both are whole sectors. From
+a sequence's end to the end of its last tile rows become zeros, so that nothing stale is multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import select_ as select
+from cutlass.memory import SmemAllocator
+
+from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.kernels.codes import halves, pairs
+from flash_attn_fp8.kernels.encode import packed, values_of_16bit
+from flash_attn_fp8.kernels.sequences import keys_of
+from flash_attn_fp8.specs import TILE, WARP, WidenSpec
+
+_THREADS = 2 * TILE
+_CODES = 8  # of a thread at a time
+_TOP = 15  # log2 of what no number of a tile reaches
+_LARGEST_UNIT = 100  # keeps the unit and its inverse normal numbers
+
+
+class WidenTensors(NamedTuple):
+    """Global tensors. None: the spec has no use for it."""
+
+    k: cute.Tensor  # (b, s, h, d), (total, h, d) or (pages, page_size, h, d), of bytes
+    v: cute.Tensor
+    wide_k: cute.Tensor  # (b, s, h, d), in 16 bits
+    wide_v: cute.Tensor
+    lengths: cute.Tensor | None  # (b,): becomes the keys of each packed sequence
+    cu_seqlens_k: cute.Tensor | None
+    seqused_k: cute.Tensor | None
+    page_table: cute.Tensor | None
+    k_scale: cute.Tensor | None  # as k, without its last dimension
+    v_scale: cute.Tensor | None
+    units: cute.Tensor | None  # (b, h, tiles, 2): becomes K's unit, and log2 of V's
+    counter: cute.Tensor  # (1,): becomes 0, for the forward kernel
+
+
+class _Place(NamedTuple):
+    """A tile of keys of a KV head: it has `length` keys up to its sequence's end, from `first`."""
+
+    tile: Int32
+    head: Int32
+    batch: Int32
+    offset: Int32
+    first: Int32
+    length: Int32
+
+
+class Widen:
+    """The kernel of one spec."""
+
+    def __init__(self, spec: WidenSpec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def __call__(self, tensors: WidenTensors, stream):
+        """Host code: a CTA for each key tile of a KV head of a sequence."""
+        batch, keys, heads, _ = tensors.wide_k.shape
+        tiles = cutlass.max(cute.ceil_div(keys, TILE), 1)
+        self.kernel.set_name_prefix("flash_attn_fp8_widen")
+        self.kernel(tensors, Int32(tiles), Int32(heads)).launch(
+            grid=(tiles * heads * batch, 1, 1),  # not y and z, which end at 65,535
+            block=(_THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: WidenTensors, tiles: Int32, heads: Int32):
+        """Device code."""
+        cute.arch.griddepcontrol_launch_dependents()  # the forward's Q needs none of this
+        t = tensors
+        thread = cute.arch.thread_idx()[0]
+        index = cute.arch.block_idx()[0]
+        tile, head, batch = index % tiles, index // tiles % heads, index // (tiles * heads)
+        if index + thread == 0:
+            t.counter[0] = 0
+        offset, length = keys_of(t, t.k.shape[len(t.k.shape) - 3], batch)
+        length = cutlass.min(length, Int32(t.wide_k.shape[1]))
+        if const_expr(t.lengths is not None):
+            if (tile + head) + thread == 0:
+                t.lengths[batch] = length
+        factors = SmemAllocator().allocate_tensor(Float32, cute.make_layout((TILE, 2)), 16)
+        if tile * TILE < length:
+            place = _Place(tile, head, batch, offset, tile * TILE, length)
+            # Asked for before anything is done with scales.
+            k = self._read(t, t.k, self.spec.head_dim, place)
+            v = self._read(t, t.v, self.spec.head_dim_v, place)
+            if const_expr(self.spec.scales):
+                self._scales(t, factors, place)
+            k_factor = factors[None, 0] if const_expr(self.spec.k_scale) else None
+            v_factor = factors[None, 1] if const_expr(self.spec.v_scale) else None
+            self._write(t.wide_k, k, self.spec.k_format, k_factor, place)
+            self._write(t.wide_v, v, self.spec.v_format, v_factor, place)
+
+    @cute.jit
+    def _read(self, t, source, width: cutlass.Constexpr, place):
+        """(word, number of vector): what a thread has of a tile's codes; zeros past the end."""
+        count = _vectors(width)
+        words = cute.make_rmem_tensor(cute.make_layout((_CODES // 4, count)), Uint32)
+        words.fill(0)
+        for n in cutlass.range_constexpr(count):
+            row, column = _place_of(n, width)
+            if place.first + row < place.length:
+                codes = self._at(t, source, place, place.first + row)
+                cute.autovec_copy(_vector(codes, column, _CODES), words[None, n])
+        return words
+
+    def _at(self, t, x, place, key):
+        """What belongs to a key of the head: a row of codes, or a scale."""
+        rest = (place.head,) + (None,) * (len(x.shape) - len(t.k.shape) + 1)
+        if self.spec.kv_layout == "varlen":
+            return x[(place.offset + key, *rest)]
+        if self.spec.kv_layout == "dense":
+            return x[(place.batch, key, *rest)]
+        page_size = t.k.shape[1]
+        page = t.page_table[place.batch, key // page_size]
+        return x[(page, key % page_size, *rest)]
+
+    @cute.jit
+    def _scales(self, t, factors, place):
+        """(key, K or V): each key's scale in units of its tile's, which are stored.
+
+        The first threads have the keys of K, the others those of V.
+        """
+        thread = cute.arch.thread_idx()[0]
+        key = place.first + thread % TILE
+        scale = Float32(0.0)
+        if key < place.length:
+            if thread < TILE:
+                if const_expr(self.spec.k_scale):
+                    scale = Float32(self._at(t, t.k_scale, place, key))
+            else:
+                if const_expr(self.spec.v_scale):
+                    scale = Float32(self._at(t, t.v_scale, place, key))
+        largest = cute.arch.fmax(scale, -scale)  # of NaN and a number, the number
+        for apart in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_bfly(largest, 1 << apart)
+            largest = cute.arch.fmax(largest, other)
+        factors[thread % TILE, thread // TILE] = largest
+        cute.arch.sync_threads()
+        for warp in cutlass.range_constexpr(TILE // WARP):
+            largest = cute.arch.fmax(largest, factors[warp * WARP, thread // TILE])
+        cute.arch.sync_threads()
+        unit_log2 = _unit_log2(self.spec.kv_format, largest)
+        exists = select(thread < TILE, Int32(self.spec.k_scale), Int32(self.spec.v_scale))
+        unit_log2 = unit_log2 * exists  # 1 where nothing is multiplied
+        factors[thread % TILE, thread // TILE] = scale * _power(-unit_log2)
+        unit = select(thread < TILE, _power(unit_log2), Float32(unit_log2))
+        if thread % TILE == 0:
+            t.units[place.batch, place.head, place.tile, thread // TILE] = unit
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _write(self, target, words, fmt: cutlass.Constexpr, factors, place):
+        width = target.shape[3]
+        for n in cutlass.range_constexpr(_vectors(width)):
+            row, column = _place_of(n, width)
+            if place.first + row < target.shape[1]:
+                wide = cute.make_rmem_tensor(cute.make_layout(_CODES // 2), Uint32)
+                for i in cutlass.range_constexpr(_CODES // 4):
+                    factor = factors[row] if const_expr(factors is not None) else None
+                    both = _converted(self.spec.kv_format, fmt, words[i, n], factor)
+                    wide[2 * i], wide[2 * i + 1] = both
+                out = target[place.batch, place.first + row, place.head, None]
+                cute.autovec_copy(wide, _vector(out, column, 2 * _CODES))
+
+
+def _unit_log2(fmt: str, largest: Float32) -> Int32:
+    """log2 of a unit in which the largest scale times the largest code is below 2**_TOP."""
+    exponent = (largest.bitcast(Int32) >> 23) - 127
+    unit = exponent + (1 + math.ceil(FORMATS[fmt].log2_max) - _TOP)
+    return cutlass.max(cutlass.min(unit, _LARGEST_UNIT), -_LARGEST_UNIT)
+
+
+def _power(exponent: Int32) -> Float32:
+    return ((exponent + 127) << 23).bitcast(Float32)
+
+
+def _converted(fmt: str, to: str, word: Uint32, factor) -> list[Uint32]:
+    """The four codes of a word, times a factor if there is one: two words."""
+    if factor is None:
+        return halves(fmt, to, word)
+    values = (values_of_16bit("fp16", pair) for pair in pairs(fmt, True, word))
+    return [packed(to, [x * factor for x in two]) for two in values]
+
+
+def _vectors(width: int) -> int:
+    """How many vectors of a tile of rows of `width` codes a thread has."""
+    return TILE * width // (_CODES * _THREADS)
+
+
+def _place_of(n: int, width: int):
+    """(row, vector of the row) of a thread's vector number `n` of a tile."""
+    number = cute.arch.thread_idx()[0] + n * _THREADS
+    return number // (width // _CODES), number % (width // _CODES)
+
+
+def _vector(row, number, size: int):
+    """`size` bytes of a row, as words."""
+    words = cute.make_tensor(
+        cute.recast_ptr(row.iterator, dtype=Uint32),
+        cute.make_layout((size // 4, cute.size(row) * row.element_type.width // (8 * size))),
+    )
+    return words[None, number]

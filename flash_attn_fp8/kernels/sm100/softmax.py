@@ -23,8 +23,11 @@ from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import (
     SUM_SCALE,
     SUMMED_WORDS,
+    code_line,
     exp2_by_fma,
+    mul_up,
     packed,
+    packed_codes,
     sum_of_16bit,
     sum_of_fp8,
 )
@@ -131,24 +134,10 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     factor = _to_log2(ctx, s, row.factor, scales)
     if const_expr(masked):
         _mask(ctx, s, row, row.work.n_max - 1 - i)
-    row_max, rescale = raised(policy, row_max, _maximum(s) * factor)
+    row_max, rescale = raised(policy, row_max, _top(ctx, s, factor))
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
-    finite = select(row_max == NEG_INF, Float32(0.0), row_max)
-    shift = Float32(policy.max_offset) - finite
-    zero = Float32(0.0), Float32(0.0)
-    exact, rounded = zero, zero
-    for key in cutlass.range_constexpr(0, TILE, _AT_ONCE):
-        _exponentiate(s, key, factor, shift)
-        words = _rounded(ctx, s, key)
-        column = key * g.element // 4
-        tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
-        if const_expr(ctx.traits.v_scale_in_exponent):
-            exact = _weighted_sum(s, key, scales, exact)
-        elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
-            exact = _sum(s, key, exact)
-        if const_expr(not ctx.traits.exact_row_sum):
-            rounded = _sum_of_rounded(ctx, words, rounded)
+    exact, rounded = _probabilities(ctx, s, scales, factor, row_max, address)
     cute.arch.fence_view_async_tmem_store()
     tensor_memory.fence_before_arrive()
     arrive_at_leader(ctx.geometry, ctx.barriers.p_full.at(slot))
@@ -158,6 +147,34 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     scale = SUM_SCALE.get(policy.p_format, 1.0)
     row_sum_quantized = row_sum_quantized * rescale + (rounded[0] + rounded[1]) * (1 / scale)
     return row_max, row_sum, row_sum_quantized
+
+
+@cute.jit
+def _probabilities(ctx, s, scales, factor, row_max, address):
+    """P of a row's tile to tensor memory: (sums, sums of P as it was rounded)."""
+    policy, per_column = ctx.traits.policy, 4 // ctx.geometry.element
+    sums = ctx.traits.exact_row_sum or ctx.geometry.spec.writes_lse
+    finite = select(row_max == NEG_INF, Float32(0.0), row_max)
+    shift = Float32(policy.max_offset) - finite
+    zero = Float32(0.0), Float32(0.0)
+    exact, rounded = zero, zero
+    for key in cutlass.range_constexpr(0, TILE, _AT_ONCE):
+        if const_expr(policy.exp2 == "code"):
+            if const_expr(sums):
+                exact = _sum_of_exponentials(s, key, factor, shift, exact)
+            words = _coded(s, key, *code_line(policy, factor, finite))
+        else:
+            _exponentiate(s, key, factor, shift)
+            words = _rounded(ctx, s, key)
+        column = key // per_column
+        tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
+        if const_expr(ctx.traits.v_scale_in_exponent):
+            exact = _weighted_sum(s, key, scales, exact)
+        elif const_expr(sums and policy.exp2 == "exact"):
+            exact = _sum(s, key, exact)
+        if const_expr(not ctx.traits.exact_row_sum):
+            rounded = _sum_of_rounded(ctx, words, rounded)
+    return exact, rounded
 
 
 @cute.jit
@@ -229,6 +246,15 @@ def _maximum(s):
 
 
 @cute.jit
+def _top(ctx, s, factor):
+    """The maximum of x; what codes are made with is not to be below it."""
+    top = _maximum(s)
+    if const_expr(ctx.traits.policy.exp2 == "code"):
+        return mul_up(top, factor)
+    return top * factor
+
+
+@cute.jit
 def _exponentiate(s, first: cutlass.Constexpr, factor, shift):
     """Some of s becomes 2 ** (s * factor + shift), in part on the FMA pipe, which would idle."""
     for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
@@ -244,6 +270,29 @@ def _by_fma(pair: int) -> bool:
     """Whether this pair of exponentials is one of PAIRS_BY_FMA, spread evenly."""
     pairs = TILE // 2
     return (pair + 1) * PAIRS_BY_FMA // pairs > pair * PAIRS_BY_FMA // pairs
+
+
+@cute.jit
+def _sum_of_exponentials(s, first: cutlass.Constexpr, factor, shift, total):
+    """Of a part of a row, whose P will have none: the LSE and exact sums want them."""
+    p = cute.make_rmem_tensor(s.layout, Float32)
+    for i in cutlass.range_constexpr(first, first + _AT_ONCE):
+        p[i] = s[i]
+    _exponentiate(p, first, factor, shift)
+    return _sum(p, first, total)
+
+
+@cute.jit
+def _coded(s, first: cutlass.Constexpr, slope, offset):
+    """Some of P in an fp8 format, straight from its logarithm: the 32-bit words that hold it."""
+    words = cute.make_rmem_tensor(cute.make_layout(_AT_ONCE // 4), Uint32)
+    slopes, offsets = (slope, slope), (offset, offset)
+    for i in cutlass.range_constexpr(_AT_ONCE // 4):
+        at = first + 4 * i
+        low = cute.arch.fma_packed_f32x2((s[at], s[at + 1]), slopes, offsets)
+        high = cute.arch.fma_packed_f32x2((s[at + 2], s[at + 3]), slopes, offsets)
+        words[i] = packed_codes((*low, *high))
+    return words
 
 
 @cute.jit

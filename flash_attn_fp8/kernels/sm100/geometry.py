@@ -35,7 +35,8 @@ ROLES = (
 
 # Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential
 # unit takes 16 cycles a pair and warp, the FMA pipe 14 (docs/kernel_sm100.md has the balance).
-PAIRS_BY_FMA = 20
+_PAIRS_BY_FMA = 20
+_PAIRS_BY_FMA_BESIDE_CODES = 14
 
 # Two score tiles are in flight: one per query tile, or of successive key tiles.
 S_SLOTS = 2
@@ -77,6 +78,29 @@ class Geometry(ForwardGeometry):
     @property
     def registers(self) -> Registers:
         return _TWO_TILES if self.q_stage == 2 else _ONE_TILE
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether P's codes come straight from the scores, without an exponential."""
+        return self.spec.traits.policy.exp2 == "code"
+
+    @property
+    def sums_exponentials(self) -> bool:
+        """Whether the fp32 sum of a row is wanted: by the LSE, by splits, or by the policy."""
+        return self.spec.traits.exact_row_sum or self.spec.writes_lse
+
+    @property
+    def pairs_by_fma(self) -> int:
+        """Pairs of a row's exponentials that the FMA pipe makes; fewer beside codes."""
+        return _PAIRS_BY_FMA_BESIDE_CODES if self.makes_codes else _PAIRS_BY_FMA
+
+    @property
+    def keys_at_once(self) -> int:
+        """Keys whose P is made and stored together.
+
+        Scores that give both a code and an exponential stay in registers for longer: fewer of them.
+        """
+        return TILE // 4 if self.makes_codes and self.sums_exponentials else TILE // 2
 
     @property
     def lookahead(self) -> int:

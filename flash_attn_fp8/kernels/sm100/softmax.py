@@ -44,11 +44,9 @@ from flash_attn_fp8.kernels.online import capped, raised
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
 from flash_attn_fp8.specs import TILE
 
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
-_AT_ONCE = TILE // 2  # keys whose P is made and stored together
 
 
 class Row(NamedTuple):
@@ -152,26 +150,24 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
 @cute.jit
 def _probabilities(ctx, s, scales, factor, row_max, address):
     """P of a row's tile to tensor memory: (sums, sums of P as it was rounded)."""
-    policy, per_column = ctx.traits.policy, 4 // ctx.geometry.element
-    sums = ctx.traits.exact_row_sum or ctx.geometry.spec.writes_lse
+    g, policy = ctx.geometry, ctx.traits.policy
     finite = select(row_max == NEG_INF, Float32(0.0), row_max)
-    shift = Float32(policy.max_offset) - finite
+    exponent = factor, Float32(policy.max_offset) - finite
     zero = Float32(0.0), Float32(0.0)
     exact, rounded = zero, zero
-    for key in cutlass.range_constexpr(0, TILE, _AT_ONCE):
-        if const_expr(policy.exp2 == "code"):
-            if const_expr(sums):
-                exact = _sum_of_exponentials(s, key, factor, shift, exact)
-            words = _coded(s, key, *code_line(policy, factor, finite))
+    for key in cutlass.range_constexpr(0, TILE, g.keys_at_once):
+        if const_expr(g.makes_codes):
+            line = code_line(policy, factor, finite)
+            words, exact = _coded(g, s, key, line, exponent, exact)
         else:
-            _exponentiate(s, key, factor, shift)
+            _exponentiate(g, s, key, *exponent)
             words = _rounded(ctx, s, key)
-        column = key // per_column
+        column = key * g.element // 4
         tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
         if const_expr(ctx.traits.v_scale_in_exponent):
-            exact = _weighted_sum(s, key, scales, exact)
-        elif const_expr(sums and policy.exp2 == "exact"):
-            exact = _sum(s, key, exact)
+            exact = _weighted_sum(g, s, key, scales, exact)
+        elif const_expr(g.sums_exponentials and not g.makes_codes):
+            exact = _sum(g, s, key, exact)
         if const_expr(not ctx.traits.exact_row_sum):
             rounded = _sum_of_rounded(ctx, words, rounded)
     return exact, rounded
@@ -249,58 +245,56 @@ def _maximum(s):
 def _top(ctx, s, factor):
     """The maximum of x; what codes are made with is not to be below it."""
     top = _maximum(s)
-    if const_expr(ctx.traits.policy.exp2 == "code"):
+    if const_expr(ctx.geometry.makes_codes):
         return mul_up(top, factor)
     return top * factor
 
 
 @cute.jit
-def _exponentiate(s, first: cutlass.Constexpr, factor, shift):
-    """Some of s becomes 2 ** (s * factor + shift), in part on the FMA pipe, which would idle."""
-    for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
-        a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
-        if const_expr(_by_fma(i // 2)):
-            s[i], s[i + 1] = exp2_by_fma(a, b)
-        else:
-            s[i] = cute.math.exp2(a, fastmath=True)
-            s[i + 1] = cute.math.exp2(b, fastmath=True)
+def _exponentiate(g: cutlass.Constexpr, s, first: cutlass.Constexpr, factor, shift):
+    """Some of s becomes 2 ** (s * factor + shift)."""
+    for i in cutlass.range_constexpr(first, first + g.keys_at_once, 2):
+        s[i], s[i + 1] = _exponentials(g, s, i, factor, shift)
 
 
-def _by_fma(pair: int) -> bool:
-    """Whether this pair of exponentials is one of PAIRS_BY_FMA, spread evenly."""
-    pairs = TILE // 2
-    return (pair + 1) * PAIRS_BY_FMA // pairs > pair * PAIRS_BY_FMA // pairs
+def _exponentials(g, s, i: int, factor, shift):
+    """Of a pair of scores; of some pairs on the FMA pipe, which would idle."""
+    a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
+    if _by_fma(g, i // 2):
+        return exp2_by_fma(a, b)
+    return cute.math.exp2(a, fastmath=True), cute.math.exp2(b, fastmath=True)
 
 
-@cute.jit
-def _sum_of_exponentials(s, first: cutlass.Constexpr, factor, shift, total):
-    """Of a part of a row, whose P will have none: the LSE and exact sums want them."""
-    p = cute.make_rmem_tensor(s.layout, Float32)
-    for i in cutlass.range_constexpr(first, first + _AT_ONCE):
-        p[i] = s[i]
-    _exponentiate(p, first, factor, shift)
-    return _sum(p, first, total)
+def _by_fma(g, pair: int) -> bool:
+    """Whether this pair of exponentials is one of `pairs_by_fma`, spread evenly."""
+    pairs, of_them = TILE // 2, g.pairs_by_fma
+    return (pair + 1) * of_them // pairs > pair * of_them // pairs
 
 
 @cute.jit
-def _coded(s, first: cutlass.Constexpr, slope, offset):
-    """Some of P in an fp8 format, straight from its logarithm: the 32-bit words that hold it."""
-    words = cute.make_rmem_tensor(cute.make_layout(_AT_ONCE // 4), Uint32)
-    slopes, offsets = (slope, slope), (offset, offset)
-    for i in cutlass.range_constexpr(_AT_ONCE // 4):
-        at = first + 4 * i
-        low = cute.arch.fma_packed_f32x2((s[at], s[at + 1]), slopes, offsets)
-        high = cute.arch.fma_packed_f32x2((s[at + 2], s[at + 3]), slopes, offsets)
-        words[i] = packed_codes((*low, *high))
-    return words
+def _coded(g: cutlass.Constexpr, s, first: cutlass.Constexpr, line, exponent, total):
+    """Some of P in an fp8 format, straight from its logarithm: (words that hold it, total).
+
+    To the total the exponentials are added that P has none of, where anyone wants their sum.
+    """
+    words = cute.make_rmem_tensor(cute.make_layout(g.keys_at_once // 4), Uint32)
+    slopes, offsets = ((x, x) for x in line)
+    for i in cutlass.range_constexpr(g.keys_at_once // 4):
+        codes = []
+        for at in cutlass.range_constexpr(first + 4 * i, first + 4 * i + 4, 2):
+            codes += cute.arch.fma_packed_f32x2((s[at], s[at + 1]), slopes, offsets)
+            if const_expr(g.sums_exponentials):
+                total = cute.arch.add_packed_f32x2(total, _exponentials(g, s, at, *exponent))
+        words[i] = packed_codes(codes)
+    return words, total
 
 
 @cute.jit
 def _rounded(ctx, s, first: cutlass.Constexpr):
     """Some of P in its format: the 32-bit words that hold it."""
-    per_word = 4 // ctx.geometry.element
-    words = cute.make_rmem_tensor(cute.make_layout(_AT_ONCE // per_word), Uint32)
-    for i in cutlass.range_constexpr(_AT_ONCE // per_word):
+    g, per_word = ctx.geometry, 4 // ctx.geometry.element
+    words = cute.make_rmem_tensor(cute.make_layout(g.keys_at_once // per_word), Uint32)
+    for i in cutlass.range_constexpr(g.keys_at_once // per_word):
         values = [s[first + i * per_word + j] for j in range(per_word)]
         words[i] = packed(ctx.traits.policy.p_format, values)
     return words
@@ -310,16 +304,16 @@ def _rounded(ctx, s, first: cutlass.Constexpr):
 
 
 @cute.jit
-def _sum(s, first: cutlass.Constexpr, total):
-    for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
+def _sum(g: cutlass.Constexpr, s, first: cutlass.Constexpr, total):
+    for i in cutlass.range_constexpr(first, first + g.keys_at_once, 2):
         total = cute.arch.add_packed_f32x2(total, (s[i], s[i + 1]))
     return total
 
 
 @cute.jit
-def _weighted_sum(s, first: cutlass.Constexpr, scales, total):
+def _weighted_sum(g: cutlass.Constexpr, s, first: cutlass.Constexpr, scales, total):
     """Of P, each divided by its key's V scale."""
-    for column in cutlass.range_constexpr(first, first + _AT_ONCE, _SCALES_AT_ONCE):
+    for column in cutlass.range_constexpr(first, first + g.keys_at_once, _SCALES_AT_ONCE):
         inverse = _scales_of(scales, V_INVERSE, column)
         for i in cutlass.range_constexpr(0, _SCALES_AT_ONCE, 2):
             pair = s[column + i], s[column + i + 1]

@@ -6,7 +6,8 @@ offset the policy's max_offset,
     P = 2 ** (x - m + offset),    l += sum P,    l_q += sum of P as it was rounded.
 
 A row's factor 2 ** (m_old - m), and at the end what normalises its output, go to the correction
-warps through shared memory. docs/numerics.md derives the formulas.
+warps through shared memory; where the tensor core makes l_q, they get m at the end instead.
+docs/numerics.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -73,9 +74,14 @@ def _unit(ctx, at: cutlass.Constexpr, work, units: Int32, tiles: Int32):
     token, head, _ = ctx.schedule.query(work, stage, thread)
     row = Row(tmem, work, stage, thread, row_factor(ctx, work, token, head))
     state = _key_tiles(ctx, row, tiles)
-    normalizer, lse = finish(ctx, work, head, state)
-    _send(ctx, stage, thread, tiles + work.tiles - 1, normalizer)
-    write_lse(ctx, work, stage, thread, lse)
+    last = tiles + work.tiles - 1
+    if const_expr(ctx.geometry.sums_by_mma):
+        row_max, _, _ = state
+        _send(ctx, stage, thread, last, row_max)  # the sum comes to the correction warps, too
+    else:
+        normalizer, lse = finish(ctx, work, head, state)
+        _send(ctx, stage, thread, last, normalizer)
+        write_lse(ctx, work, stage, thread, lse)
 
 
 @cute.jit
@@ -168,7 +174,7 @@ def _probabilities(ctx, s, scales, factor, row_max, address):
             exact = _weighted_sum(g, s, key, scales, exact)
         elif const_expr(g.sums_exponentials and not g.makes_codes):
             exact = _sum(g, s, key, exact)
-        if const_expr(not ctx.traits.exact_row_sum):
+        if const_expr(g.sums_in_registers):
             rounded = _sum_of_rounded(ctx, words, rounded)
     return exact, rounded
 

@@ -211,10 +211,10 @@ def save(pairs: list[Pair]) -> None:
     shown = [row for row in found if row.case.get("of") in _PICTURED]
     picture = Plot(
         "modelled cycles",
-        x=("head_dim", "mask"),
-        series=("of", "impl"),
-        panels=("format",),
-        panels_across=1,
+        x=("format", "head_dim"),
+        series=("impl",),
+        panels=("of", "mask"),
+        panels_across=2,
         title="Modelled cycles of an SM for 128 query rows x 128 keys",
     )
     print(json, json.with_suffix(".md"), plot(shown, picture, json.with_suffix(".png")), sep="\n")

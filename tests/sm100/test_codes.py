@@ -27,6 +27,7 @@ from tests.sm100.configurations import CAUSAL, Configuration
 
 SINK: dict[str, Any] = {"learnable_sink": torch.tensor([-1.0, 2.0])}
 LSE: dict[str, Any] = {"return_lse": True}
+SLOW = pytest.mark.slow
 EXACT_SUM: dict[str, Any] = {"row_sum": "exact"}
 
 
@@ -57,7 +58,7 @@ def geometry(x: Inputs, **call: Any) -> Geometry:
     ("fmt", "d", "options"),
     [
         ("e4m3", 64, {}),
-        ("e5m2", 64, {**CAUSAL, **SINK}),
+        pytest.param("e5m2", 64, {**CAUSAL, **SINK}, marks=SLOW),
         ("e4m3", 96, CAUSAL),
         ("e4m3", 128, {}),
         ("e5m2", 128, {**CAUSAL, **LSE}),
@@ -80,8 +81,8 @@ def test_the_kernel_is_emulated(fmt: str, d: int, options: dict[str, Any]) -> No
         ("e4m3", 64, {}, CAUSAL),  # the sum is the tensor core's
         ("e5m2", 64, {}, SINK),
         ("e4m3", 128, EXACT_SUM, {**CAUSAL, **SINK}),
-        ("e5m2", 128, EXACT_SUM, LSE),
-        ("e4m3", 256, EXACT_SUM, {}),
+        pytest.param("e5m2", 128, EXACT_SUM, LSE, marks=SLOW),
+        pytest.param("e4m3", 256, EXACT_SUM, {}, marks=SLOW),
     ],
 )
 def test_codes_are_emulated_to_the_bit(
@@ -126,7 +127,7 @@ def test_quadratic_codes_are_the_emulations_alone() -> None:
     assert "its kernel has no exp2='code_quadratic'" in str(explained)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=SLOW)])
 def test_rows_without_keys_are_zero(d: int) -> None:
     """More rows than keys: those before the first key see none, with a sink and without."""
     x = inputs("e4m3", d, seqlen_q=200, seqlen_k=130)
@@ -135,7 +136,7 @@ def test_rows_without_keys_are_zero(d: int) -> None:
     assert rel_l2(out, expected) <= KERNEL_REL_L2
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=SLOW)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_score_that_is_not_finite_makes_its_row_nan(value: float, d: int) -> None:
     """Other rows keep their bits: one whose score is -inf has no weight there."""

@@ -53,6 +53,7 @@ CONSTANTS = {
 
 _MMA = re.compile(r"tcgen05\.mma kind::(\w+) (\d+)x(\d+)x(\d+)")
 _MMA_ROW = 32  # bytes of an operand's row that one instruction reads (K)
+_MAXIMA = TILE // 4  # a softmax loop has more comparisons, of two or three scores each
 _COLUMNS = re.compile(r"\.x(\d+)")
 
 
@@ -282,6 +283,9 @@ class Measured:
         def exponentials(i: sass.Instruction) -> int:
             return i.opcode.startswith("MUFU.EX2")
 
+        # Codes of P are made without them, but no row without its maximum.
+        softmax = {"FMNMX": _MAXIMA, "LDTM": 1}
+
         head_dim = self.case.head_dim
         a_warp = 1 / SUB_PARTITIONS  # of four that share a tile
         exp2 = self.per_tile("softmax", "ex2") * a_warp
@@ -290,9 +294,7 @@ class Measured:
             self.per_tile("MMA", "tcgen05.mma"), self.per_tile("load", "cp.async.bulk"),
         )  # fmt: skip
         return {
-            "softmax": self._loop(
-                {"MUFU.EX2": TILE // 2}, columns("LDTM"), TILE, exponentials, exp2
-            ),
+            "softmax": self._loop(softmax, columns("LDTM"), TILE, exponentials, exp2),
             "correction": self._loop(
                 {"FMUL2": 16, "STTM": 1, "LDTM": 1}, columns("LDTM"), head_dim, is_a("STTM"), stores
             ),
@@ -369,7 +371,7 @@ def _roles(run: Run) -> dict[int, str]:
     def role(counts: Counter[str]) -> str:
         if counts["tcgen05.mma"]:
             return "MMA"
-        if counts["ex2"] > TILE:
+        if counts["max"] + counts["ex2"] > TILE:
             return "softmax"
         if counts["tcgen05.ld"]:
             return "correction"
@@ -384,7 +386,7 @@ def _role_of_sass(opcodes: list[str]) -> str:
 
     if some("UTCQMMA", "UTCHMMA"):
         return "MMA"
-    if some("MUFU.EX2") >= TILE // 2:
+    if some("FMNMX") >= _MAXIMA:
         return "softmax"
     if some("LDTM"):
         return "correction"

@@ -2,7 +2,7 @@
 
 Both compile for sm_100a and run in the simulator; what they issue and move for one score tile, and
 how many cycles a static model gives that, is set side by side (benchmarks/static_model.py has the
-model and its constants). Eight minutes; `--only e4m3 128` measures one format and head dimension
+model and its constants). Ten minutes; `--only e4m3 128` measures one format and head dimension
 and writes nothing. Needs flash-attn-4 and nvdisasm: pip install -e '.[dev]'.
 Writes benchmarks/results/static_sm100.{json,md,png}.
 """
@@ -26,7 +26,7 @@ from flash_attn_fp8.kernels.sm100.geometry import Geometry
 from flash_attn_fp8.results import Plot, Results, Row, plot, write
 from flash_attn_fp8.specs import Sm100Spec
 
-OURS, FA4 = "flash_attn_fp8", "flash-attn-4"
+OURS, CODES, FA4 = "flash_attn_fp8", "flash_attn_fp8, codes", "flash-attn-4"
 CASES = [Case(*c) for c in product(("e4m3", "bf16"), (64, 128, 256), (False, True))]
 ROLES = {"softmax": 4, "correction": 4, "MMA": 1, "load": 1}  # warps that share a score tile
 SOFTMAX_SHARE = 0.95  # of flash-attn-4's modelled cycles, e4m3 hd128
@@ -45,21 +45,29 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> object:
     return fa.flash_attn_func(q, k, v, causal=causal, num_splits=1, **_scales(q))
 
 
+def _codes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> object:
+    """With P's codes straight from the scores, under the policy that is best for them."""
+    policy = fa.policy_for("e4m3", "sm90")
+    scales = _scales(q)
+    return fa.flash_attn_func(q, k, v, causal=causal, num_splits=1, fp8_policy=policy, **scales)
+
+
 def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> object:
     return flash_attn_4()._flash_attn_fwd(q, k, v, causal=causal, **_scales(q))
 
 
-KERNELS: dict[str, Forward] = {OURS: _ours, FA4: _flash_attn_4}
+KERNELS: dict[str, Forward] = {OURS: _ours, CODES: _codes, FA4: _flash_attn_4}
 Pair = dict[str, Measured]  # a case's, by kernel
 
 
 def measure(case: Case) -> Pair:
-    """Both kernels in one case."""
+    """The kernels in one case; codes are fp8's."""
     with warnings.catch_warnings():  # the DSL's, about flash-attn-4's arguments
         warnings.simplefilter("ignore")
         return {
             impl: Measured(case, *(execute(forward, case, keys) for keys in KEYS))
             for impl, forward in KERNELS.items()
+            if impl != CODES or case.format == "e4m3"
         }
 
 
@@ -103,10 +111,22 @@ def bars(pair: Pair) -> Iterator[Bar]:
         (pipe, mine), (_, other) = ours.loop("softmax").bound, theirs.loop("softmax").bound
         name = f"softmax warps, cycles a score tile, at most {SOFTMAX_SHARE} x flash-attn-4's"
         yield Bar(name, case, mine, SOFTMAX_SHARE * other, _softmax_note(pair, pipe))
+    if CODES in pair:
+        yield from _bars_of_codes(pair)
     found, limit = (sum(m.shared_bytes.values()) for m in (ours, theirs))
     yield Bar("shared memory bytes a score tile", case, found, limit, _shared_note(pair))
     loaded = ours.loaded(query_tiles(case))
     yield Bar("TMA bytes of K and V over the tiles' own", case, loaded, 1.0)
+
+
+def _bars_of_codes(pair: Pair) -> Iterator[Bar]:
+    codes, ours = pair[CODES], pair[OURS]
+    spilt = ", ".join(f"{n} in {role}" for role, n in codes.spills.items())
+    name = "spills (LDL and STL in the kernel), codes"
+    yield Bar(name, ours.case, sum(codes.spills.values()), 0, spilt)
+    (pipe, mine), (_, other) = (m.loop("softmax").bound for m in (codes, ours))
+    name = "softmax warps, cycles a score tile, codes at most exponentials'"
+    yield Bar(name, ours.case, mine, other, f"bound by {pipe}")
 
 
 def _softmax_note(pair: Pair, pipe: str) -> str:
@@ -191,10 +211,10 @@ def save(pairs: list[Pair]) -> None:
     shown = [row for row in found if row.case.get("of") in _PICTURED]
     picture = Plot(
         "modelled cycles",
-        x=("head_dim", "mask"),
-        series=("of", "impl"),
-        panels=("format",),
-        panels_across=1,
+        x=("format", "head_dim"),
+        series=("impl",),
+        panels=("of", "mask"),
+        panels_across=2,
         title="Modelled cycles of an SM for 128 query rows x 128 keys",
     )
     print(json, json.with_suffix(".md"), plot(shown, picture, json.with_suffix(".png")), sep="\n")

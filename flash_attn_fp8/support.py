@@ -117,8 +117,9 @@ def _sm90_promotion(problem: Problem, target: Target) -> str | None:
 
 def _forward_exp2(problem: Problem, target: Target) -> str | None:
     exp2 = problem.traits.policy.exp2
-    known = ("exact", "code") if target.arch == SM90 else ("exact",)
-    return None if exp2 in known else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
+    return (
+        None if exp2 in ("exact", "code") else f"its kernel has no exp2={exp2!r}; use impl='tiled'"
+    )
 
 
 def _where_it_runs(rule: Rule) -> Rule:

@@ -97,6 +97,19 @@ def packed_codes(values, *, loc=None, ip=None) -> Uint32:
     return Uint32(asm(T.i32(), operands, _PACK_CODES, "=r,f,f,f,f", loc, ip))
 
 
+def code_line(policy, factor, row_max):
+    """(slope, offset) of the line from a row's scores to the codes of its P, in units of CODE.
+
+    fp8 codes are nearly linear in log2 (numerics.md, section 7). The largest is not exceeded, which
+    would be NaN or negative: where x is the score times `factor`, `row_max` is to be rounded up
+    (`mul_up`), and the offset is rounded down here, whatever millions of octaves the scores are.
+    """
+    fmt = policy.format
+    scale = 2**fmt.mantissa_bits * CODE
+    offset = fma_down(row_max, -scale, (policy.max_offset + fmt.exponent_bias) * scale)
+    return factor * scale, offset
+
+
 @dsl_user_op
 def mul_up(a, b, *, loc=None, ip=None) -> Float32:
     """a * b, rounded towards infinity."""

@@ -20,7 +20,7 @@ so that the result does not depend on how many rows or sequences ride together. 
 column of ones beside V's, and x - m + offset from one FMA of S.
 
 With policy.exp2 = "code" P's code comes straight from the logarithm: it is the integer next to
-2 ** mantissa_bits * (x - m + offset + bias), from one FMA.
+2 ** mantissa_bits * (x - m + offset + bias), from one FMA; m is rounded up, offset + bias - m down.
 What the codes stand for is 2 ** code_excess_log2 times P in the mean, which enters where l or a
 sink is compared with them.
 """
@@ -188,7 +188,7 @@ class _OnlineSoftmax:
                 s, factor = s * factor + torch.log2(v_scale), torch.ones_like(factor)
         visible = self._visible(lo, hi)
         x = (s * factor).masked_fill(~visible, _NEG_INF)
-        rescale = self._update_max(x)
+        rescale = self._update_max(x, self._top(s, factor, visible, x))
         shift = self.policy.max_offset - self._finite_max()
         log2_p = x + shift
         if self.on_sm90 or self.policy.exp2 != "exact":
@@ -197,7 +197,8 @@ class _OnlineSoftmax:
         if self.policy.exp2 == "exact":
             rounded, weight = self._round(p, v_scale)
         else:
-            octaves = fma(s, factor, shift + self.policy.format.exponent_bias)
+            at_zero = self.policy.max_offset + self.policy.format.exponent_bias
+            octaves = fma(s, factor, -_upwards(self._finite_max().double() - at_zero))
             octaves = octaves.masked_fill(~visible, _NEG_INF)
             curved = self.policy.exp2 == "code_quadratic"
             rounded, weight = code_of(octaves, self.policy.format, curved).float(), 1.0
@@ -239,9 +240,20 @@ class _OnlineSoftmax:
             visible = visible & (key >= first) & (key < last)
         return visible
 
-    def _update_max(self, x: Tensor) -> Tensor:
-        """Raise the running maximum where it lags by more than the threshold; return a."""
-        old, new = self.row_max, torch.maximum(self.row_max, x.amax(-1))
+    def _top(self, s: Tensor, factor: Tensor, visible: Tensor, x: Tensor) -> Tensor:
+        """The maximum of x; that codes are made with is not to be below it, so rounded up."""
+        if self.policy.exp2 == "exact":
+            return x.amax(-1)
+        s_top = s.masked_fill(~visible, _NEG_INF).amax(-1)
+        top = _upwards(s_top.double() * factor.double()[..., 0])
+        return torch.where(s_top.isneginf(), _NEG_INF, top)
+
+    def _update_max(self, x: Tensor, top: Tensor) -> Tensor:
+        """Raise the running maximum where it lags behind x's by more than the threshold; return a.
+
+        `top` is the maximum of x (`_top`).
+        """
+        old, new = self.row_max, torch.maximum(self.row_max, top)
         lag = torch.where(new.isneginf(), 0.0, new - old)
         keep = lag <= self.policy.rescale_threshold
         self.row_max = torch.where(keep, old, new)
@@ -318,6 +330,13 @@ def _sum(p: Tensor) -> Tensor:
     The order of fp32 additions would follow the width of a tile, which neighbours decide.
     """
     return p.sum(-1, dtype=torch.float64).float()
+
+
+def _upwards(x: Tensor) -> Tensor:
+    """fp64 as fp32, rounded towards infinity."""
+    nearest = x.float()
+    above = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
+    return torch.where(nearest.double() < x, above, nearest)
 
 
 def code_of(octaves: Tensor, fmt: Format, curved: bool) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import static_report, static_sm100
 from benchmarks.static_model import KEYS, ROWS, TILE, Case, Execution, Measured
-from benchmarks.static_sm100 import OURS, Bar
+from benchmarks.static_sm100 import CODES, OURS, Bar
 from flash_attn_fp8.results import Results, check
 
 TILES = ROWS // TILE * (KEYS[1] - KEYS[0]) // TILE
@@ -110,9 +110,10 @@ def test_missed_bars_are_printed_with_their_note(capsys: pytest.CaptureFixture[s
 @pytest.mark.timeout(900)
 def test_both_kernels_are_measured_and_agree_with_their_cubins() -> None:
     pair = static_sm100.measure(Case("e4m3", 64, causal=False))
-    for m in pair.values():
-        assert m.exp2_in_sass == m.exp2_in_ptx > 64
-        assert m.tensor_cycles == 256
+    for impl, m in pair.items():
+        assert m.exp2_in_sass == m.exp2_in_ptx
+        assert (m.exp2_in_ptx > 64) == (impl != CODES)
+        assert m.tensor_cycles == (288 if impl == CODES else 256)  # with columns of ones
         assert set(m.roles.values()) >= {"softmax", "correction", "MMA", "load"}
         assert m.bound[1] >= m.loop("softmax").bound[1]
     check(static_sm100.rows(pair))

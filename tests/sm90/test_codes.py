@@ -16,6 +16,7 @@ from tests.sm90.emulation import emulated
 
 FP8 = ("e4m3", "e5m2")
 ROW_SUMS = ("quantized", "exact")
+TARGETS = ("sm_90a:2", "sm_100a:2")
 
 
 def _octaves(fmt: str) -> Tensor:
@@ -93,7 +94,8 @@ def test_splits_of_codes_are_one(fmt: str, exp2: str) -> None:
     assert float((lse - exact_lse).abs().max()) <= KERNEL_LSE_ABS
 
 
-def test_the_largest_code_is_a_number() -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_largest_code_is_a_number(target: str) -> None:
     """Of a maximum that lags by all that it may: half a code more would be NaN."""
     q, k = torch.zeros(1, 64, 1, 64), torch.zeros(1, 256, 1, 64)
     q[..., :2] = torch.tensor([16.0, 1.0])
@@ -101,16 +103,18 @@ def test_the_largest_code_is_a_number() -> None:
         k[0, key, 0, :2] = torch.tensor([float(score // 16), float(score % 16)])
     q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, torch.ones(1, 256, 1, 64)))
     (out, _), _ = fa.simulate(
-        fa.flash_attn_func, q8, k8, v8, softmax_scale=0.2741946578, target="sm_90a:2",
+        fa.flash_attn_func, q8, k8, v8, softmax_scale=0.2741946578, target=target,
         fp8_policy=fa.Fp8Policy("e4m3", 8, 0.75, exp2="code"),
     )  # fmt: skip
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_rounding_of_large_scores_makes_no_code_too_large() -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_rounding_of_large_scores_makes_no_code_too_large(target: str) -> None:
     """Of millions of octaves, where fp32 has quarters: a code above the largest would be NaN."""
     largest = FORMATS["e4m3"].max
     q, k = (torch.full((1, n, 1, 128), largest).to(torch.float8_e4m3fn) for n in (64, 256))
     v = torch.ones_like(k.float()).to(k.dtype)
-    (out, _), _ = fa.simulate(fa.flash_attn_func, q, k, v, target="sm_90a:2")
+    policy = fa.policy_for("e4m3", "sm90")
+    (out, _), _ = fa.simulate(fa.flash_attn_func, q, k, v, target=target, fp8_policy=policy)
     assert torch.equal(out, torch.ones_like(out))

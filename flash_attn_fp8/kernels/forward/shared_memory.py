@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Uint8, Uint32
+
+_ONE = {"e4m3": 0x38, "e5m2": 0x3C}
 
 
 @cute.jit
@@ -29,3 +31,15 @@ def zero_rows(
         while word < rows * words:
             shared[word] = Uint32(0)
             word += threads
+
+
+@cute.jit
+def write_ones(
+    fmt: cutlass.Constexpr, start, size: cutlass.Constexpr, thread, threads: cutlass.Constexpr
+):
+    """Ones in an fp8 format, `size` of them, by so many threads."""
+    ones = cute.make_tensor(cute.recast_ptr(start, dtype=Uint8), cute.make_layout(size))
+    i = thread
+    while i < size:
+        ones[i] = Uint8(_ONE[fmt])
+        i += threads

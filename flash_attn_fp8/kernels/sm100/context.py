@@ -21,3 +21,4 @@ class Buffers:
     token_scale: cute.Tensor  # (TILE, kind, slot): see token_scales.py
     staging: cute.Pointer  # bytes of output rows, for each correction warp
     tmem_address: cute.Pointer
+    ones: cute.Pointer | None  # a tile of them, where the tensor core sums up P

@@ -10,9 +10,10 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
+from flash_attn_fp8.kernels.forward.finish import finish
 from flash_attn_fp8.kernels.forward.rings import arrive
 from flash_attn_fp8.kernels.forward.schedule import each_unit, output_row
 from flash_attn_fp8.kernels.sm100 import tensor_memory
@@ -22,6 +23,7 @@ from flash_attn_fp8.kernels.sm100.geometry import VECTOR
 from flash_attn_fp8.specs import TILE, WARP
 
 _COLUMNS = 16  # of O that are rescaled at once
+_SUMS = 2  # of the columns of sums, all alike: as few as an instruction scales
 
 
 @cute.jit
@@ -44,6 +46,8 @@ def _unit(ctx, tmem, thread, work, units: Int32, tiles: Int32):
         factor = _receive(ctx, thread, stage, last)
         ctx.barriers.o_full.wait(stage, last)
         tensor_memory.fence_after_wait()
+        if const_expr(g.sums_by_mma):
+            factor = _normalizer(ctx, tmem, work, stage, thread, factor)
         _store(
             ctx, work, stage, thread, partial(_normalized, ctx, tmem, work, stage, thread, factor)
         )
@@ -81,12 +85,29 @@ def _correct(ctx, tmem, thread, stage: cutlass.Constexpr, tile):
     if cute.arch.vote_any_sync(factor != 1.0):
         address = tmem + g.o_column(stage)
         for column in cutlass.range_constexpr(0, g.head_dim_v, _COLUMNS):
-            o = tensor_memory.load(address + column, _COLUMNS, _COLUMNS)
-            cute.arch.fence_view_async_tmem_load()
-            _scale(o, factor)
-            tensor_memory.store(o, address + column, _COLUMNS, _COLUMNS)
+            _rescale(address + column, _COLUMNS, factor)
+        if const_expr(g.sums_by_mma):
+            _rescale(tmem + g.sum_column(stage), _SUMS, factor)
         cute.arch.fence_view_async_tmem_store()
     _allow_output(ctx, tile, stage)
+
+
+@cute.jit
+def _rescale(address, columns: cutlass.Constexpr, factor):
+    o = tensor_memory.load(address, columns, columns)
+    cute.arch.fence_view_async_tmem_load()
+    _scale(o, factor)
+    tensor_memory.store(o, address, columns, columns)
+
+
+@cute.jit
+def _normalizer(ctx, tmem, work, stage: cutlass.Constexpr, thread, row_max):
+    """What normalises the output of a row, whose sum is in tensor memory."""
+    total = tensor_memory.load(tmem + ctx.geometry.sum_column(stage), _SUMS, _SUMS)
+    cute.arch.fence_view_async_tmem_load()
+    _, head, _ = ctx.schedule.query(work, stage, thread)
+    normalizer, _ = finish(ctx, work, head, (row_max, total[0], total[0]))
+    return normalizer
 
 
 @cute.jit

@@ -21,7 +21,7 @@ from flash_attn_fp8.kernels.forward.boxes import Box, Loads, by_key, by_query
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.forward.schedule import Schedule
-from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
+from flash_attn_fp8.kernels.forward.shared_memory import write_ones, zero_rows
 from flash_attn_fp8.kernels.forward.tail import tail_role
 from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm100 import tensor_memory
@@ -35,6 +35,7 @@ from flash_attn_fp8.kernels.sm100.geometry import (
     MMA_WARP,
     SCALE_WARP,
     SOFTMAX_WARPS,
+    SUM_COLUMNS,
     TAIL_WARP,
     THREADS,
     TMEM_COLUMNS,
@@ -95,14 +96,28 @@ class Sm100Forward:
         rows = TILE * g.ctas
         of_qk, of_pv = (rows, TILE, g.head_dim), (rows, g.head_dim_v, TILE)
         slot = g.kv_bytes // g.element
+        sums, ones_layout = self._sums()
         return Products(
             qk,
             pv,
+            sums,
             q_layout=blackwell.make_smem_layout_a(qk, of_qk, d, g.q_slots),
             k_layout=_strided(blackwell.make_smem_layout_b(qk, of_qk, d, g.kv_slots), slot),
             p_layout=blackwell.make_smem_layout_a(pv, of_pv, d, 1),
             v_layout=_strided(blackwell.make_smem_layout_b(pv, of_pv, d, g.kv_slots), slot),
+            ones_layout=ones_layout,
         )
+
+    def _sums(self):
+        """The product of P and ones, and how the ones lie: K-major, or in any other way."""
+        if not self.geometry.sums_by_mma:
+            return None, None
+        d, major = self.q_dtype, OperandMajorMode.K
+        shape = TILE, SUM_COLUMNS
+        sums = blackwell.make_trivial_tiled_mma(
+            *(d, d, major, major, Float32, self._cta_group, shape), tcgen05.OperandSource.TMEM
+        )
+        return sums, blackwell.make_smem_layout_b(sums, (*shape, TILE), d, 1)
 
     @property
     def _cta_group(self):
@@ -187,11 +202,15 @@ class Sm100Forward:
         barriers = Barriers.of(smem, g)
         rows = cute.make_layout((TILE, g.q_stage))
         of_keys = cute.make_layout((TILE, TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS))
+        ones = None
+        if g.sums_by_mma:
+            ones = smem.allocate_array(self.q_dtype, SUM_COLUMNS * TILE, byte_alignment=1024)
         buffers = Buffers(
             tmem_address=smem.allocate_array(Int32, 1),
             row_scale=smem.allocate_tensor(Float32, rows, 16),
             token_scale=smem.allocate_tensor(Float32, of_keys, 16),
             staging=smem.allocate_array(cutlass.Uint8, g.staging_bytes, byte_alignment=128),
+            ones=ones,
             q=smem.allocate_array(self.q_dtype, TILE * g.head_dim * g.q_slots, byte_alignment=1024),
             kv=smem.allocate_array(
                 self.q_dtype, g.kv_bytes // g.element * g.kv_slots, byte_alignment=1024
@@ -228,6 +247,8 @@ class Sm100Forward:
             cute.arch.mbarrier_init_fence()
         if const_expr(self.geometry.rows < TILE):
             self._zero_unused_rows(buffers)
+        if const_expr(self.geometry.sums_by_mma):
+            self._write_ones(buffers)
         if const_expr(self.spec.pair):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -259,6 +280,12 @@ class Sm100Forward:
         if warp == MMA_WARP:
             address = cute.arch.retrieve_tmem_ptr(Float32, 16, buffers.tmem_address)
             cute.arch.dealloc_tmem(address, TMEM_COLUMNS, self.spec.pair)
+
+    @cute.jit
+    def _write_ones(self, buffers):
+        fmt, size = self.spec.traits.kv_format, SUM_COLUMNS * TILE
+        write_ones(fmt, buffers.ones, size, cute.arch.thread_idx()[0], THREADS)
+        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def _zero_unused_rows(self, buffers):

@@ -35,14 +35,16 @@ ROLES = (
 
 # Of the 64 pairs of exponentials of a row's tile, those that the FMA pipe makes: the exponential
 # unit takes 16 cycles a pair and warp, the FMA pipe 14 (docs/kernel_sm100.md has the balance).
-PAIRS_BY_FMA = 20
+_PAIRS_BY_FMA = 20
+_PAIRS_BY_FMA_BESIDE_CODES = 14
 
 # Two score tiles are in flight: one per query tile, or of successive key tiles.
 S_SLOTS = 2
 
 VECTOR = 16  # bytes of a global store: the most that a thread can make at once
 
-_MISCELLANY = 10 * 1024  # barriers, row scales, per-token scales, alignment
+_MISCELLANY = 10 * 1024  # barriers, row scales, per-token scales, ones, alignment
+SUM_COLUMNS = 16  # of P times ones: the least that an MMA of 128 rows takes
 _STAGING_ROW = 128  # bytes of an output row that are staged at once, at the most
 
 
@@ -77,6 +79,44 @@ class Geometry(ForwardGeometry):
     @property
     def registers(self) -> Registers:
         return _TWO_TILES if self.q_stage == 2 else _ONE_TILE
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether P's codes come straight from the scores, without an exponential."""
+        return self.spec.traits.policy.exp2 == "code"
+
+    @property
+    def sums_exponentials(self) -> bool:
+        """Whether the fp32 sum of a row is wanted: by the LSE, by splits, or by the policy."""
+        return self.spec.traits.exact_row_sum or self.spec.writes_lse
+
+    @property
+    def sums_by_mma(self) -> bool:
+        """Whether P times columns of ones sums up P as it was rounded.
+
+        With codes alone, where tensor memory has columns for it beside two outputs: there the
+        tensor core has time for it, too (docs/kernel_sm100.md counts both ways).
+        """
+        fits = self.q_stage == 2 and self.sum_column(2) <= TMEM_COLUMNS
+        return self.makes_codes and not self.sums_exponentials and fits
+
+    @property
+    def sums_in_registers(self) -> bool:
+        """Whether threads sum up P as it was rounded."""
+        return not (self.sums_by_mma or self.spec.traits.exact_row_sum)
+
+    @property
+    def pairs_by_fma(self) -> int:
+        """Pairs of a row's exponentials that the FMA pipe makes; fewer beside codes."""
+        return _PAIRS_BY_FMA_BESIDE_CODES if self.makes_codes else _PAIRS_BY_FMA
+
+    @property
+    def keys_at_once(self) -> int:
+        """Keys whose P is made and stored together.
+
+        Scores that give both a code and an exponential stay in registers for longer: fewer of them.
+        """
+        return TILE // 4 if self.makes_codes and self.sums_exponentials else TILE // 2
 
     @property
     def lookahead(self) -> int:
@@ -149,6 +189,10 @@ class Geometry(ForwardGeometry):
     def o_column(self, stage: int) -> int:
         """First tensor memory column of an output tile."""
         return S_SLOTS * TILE + stage * self.head_dim_v
+
+    def sum_column(self, stage: int) -> int:
+        """First tensor memory column of the sums of an output tile's rows."""
+        return self.o_column(self.q_stage) + stage * SUM_COLUMNS
 
     @property
     def cleans_tail(self) -> bool:

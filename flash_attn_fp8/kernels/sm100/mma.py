@@ -21,6 +21,7 @@ from flash_attn_fp8.kernels.forward.schedule import each_unit
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import commit, k_use, v_use
 from flash_attn_fp8.kernels.sm100.context import Context
+from flash_attn_fp8.kernels.sm100.geometry import SUM_COLUMNS
 from flash_attn_fp8.specs import TILE
 
 
@@ -29,10 +30,12 @@ class Products(NamedTuple):
 
     qk: cute.TiledMma
     pv: cute.TiledMma
+    sums: cute.TiledMma | None  # of P and ones
     q_layout: cute.ComposedLayout
     k_layout: cute.ComposedLayout
     p_layout: cute.ComposedLayout
     v_layout: cute.ComposedLayout
+    ones_layout: cute.ComposedLayout | None
 
 
 class Fragments(NamedTuple):
@@ -44,6 +47,8 @@ class Fragments(NamedTuple):
     p: cute.Tensor
     s: cute.Tensor
     o: cute.Tensor
+    ones: cute.Tensor | None
+    sums: cute.Tensor | None
 
 
 def fragments(ctx: Context, products: Products, tmem) -> Fragments:
@@ -57,6 +62,13 @@ def fragments(ctx: Context, products: Products, tmem) -> Fragments:
     s = qk.make_fragment_C(qk.partition_shape_C((TILE * g.ctas, TILE)))
     o = pv.make_fragment_C(pv.partition_shape_C((TILE * g.ctas, g.head_dim_v)))
     p = pv.make_fragment_A(cute.make_tensor(tmem, products.p_layout.outer))
+    ones, sums = None, None
+    if products.sums is not None:
+        ones = products.sums.make_fragment_B(shared(ctx.buffers.ones, products.ones_layout))
+        layout = products.sums.make_fragment_C(
+            products.sums.partition_shape_C((TILE, SUM_COLUMNS))
+        ).layout
+        sums = cute.make_tensor(tmem, layout)
     return Fragments(
         q=products.qk.make_fragment_A(shared(ctx.buffers.q, products.q_layout)),
         k=products.qk.make_fragment_B(shared(ctx.buffers.kv, products.k_layout)),
@@ -64,6 +76,8 @@ def fragments(ctx: Context, products: Products, tmem) -> Fragments:
         p=cute.make_tensor(p.iterator, p[None, None, None, 0].layout),
         s=cute.make_tensor(tmem, s.layout),
         o=cute.make_tensor(tmem, o.layout),
+        ones=ones,
+        sums=sums,
     )
 
 
@@ -136,6 +150,9 @@ def _output(ctx, products, f, tile, stage: cutlass.Constexpr, v_number, accumula
     v = f.v[None, None, None, ctx.barriers.kv.slot(v_number)]
     o = cute.make_tensor(f.o.iterator + g.o_column(stage), f.o.layout)
     _gemm(products.pv, o, p, v, accumulate)
+    if const_expr(g.sums_by_mma):
+        sums = cute.make_tensor(f.sums.iterator + g.sum_column(stage), f.sums.layout)
+        _gemm(products.sums, sums, p, f.ones[None, None, None, 0], accumulate)
 
 
 @cute.jit

@@ -6,7 +6,8 @@ offset the policy's max_offset,
     P = 2 ** (x - m + offset),    l += sum P,    l_q += sum of P as it was rounded.
 
 A row's factor 2 ** (m_old - m), and at the end what normalises its output, go to the correction
-warps through shared memory. docs/numerics.md derives the formulas.
+warps through shared memory; where the tensor core makes l_q, they get m at the end instead.
+docs/numerics.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import (
     SUM_SCALE,
     SUMMED_WORDS,
+    code_line,
     exp2_by_fma,
+    mul_up,
     packed,
+    packed_codes,
     sum_of_16bit,
     sum_of_fp8,
 )
@@ -41,11 +45,9 @@ from flash_attn_fp8.kernels.online import capped, raised
 from flash_attn_fp8.kernels.sm100 import tensor_memory
 from flash_attn_fp8.kernels.sm100.barriers import arrive_at_leader
 from flash_attn_fp8.kernels.sm100.context import Context
-from flash_attn_fp8.kernels.sm100.geometry import PAIRS_BY_FMA
 from flash_attn_fp8.specs import TILE
 
 _SCALES_AT_ONCE = 16  # keys whose scales are in registers
-_AT_ONCE = TILE // 2  # keys whose P is made and stored together
 
 
 class Row(NamedTuple):
@@ -72,9 +74,14 @@ def _unit(ctx, at: cutlass.Constexpr, work, units: Int32, tiles: Int32):
     token, head, _ = ctx.schedule.query(work, stage, thread)
     row = Row(tmem, work, stage, thread, row_factor(ctx, work, token, head))
     state = _key_tiles(ctx, row, tiles)
-    normalizer, lse = finish(ctx, work, head, state)
-    _send(ctx, stage, thread, tiles + work.tiles - 1, normalizer)
-    write_lse(ctx, work, stage, thread, lse)
+    last = tiles + work.tiles - 1
+    if const_expr(ctx.geometry.sums_by_mma):
+        row_max, _, _ = state
+        _send(ctx, stage, thread, last, row_max)  # the sum comes to the correction warps, too
+    else:
+        normalizer, lse = finish(ctx, work, head, state)
+        _send(ctx, stage, thread, last, normalizer)
+        write_lse(ctx, work, stage, thread, lse)
 
 
 @cute.jit
@@ -131,24 +138,10 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     factor = _to_log2(ctx, s, row.factor, scales)
     if const_expr(masked):
         _mask(ctx, s, row, row.work.n_max - 1 - i)
-    row_max, rescale = raised(policy, row_max, _maximum(s) * factor)
+    row_max, rescale = raised(policy, row_max, _top(ctx, s, factor))
     if i > 0:
         _send(ctx, stage, thread, tile - 1, rescale)
-    finite = select(row_max == NEG_INF, Float32(0.0), row_max)
-    shift = Float32(policy.max_offset) - finite
-    zero = Float32(0.0), Float32(0.0)
-    exact, rounded = zero, zero
-    for key in cutlass.range_constexpr(0, TILE, _AT_ONCE):
-        _exponentiate(s, key, factor, shift)
-        words = _rounded(ctx, s, key)
-        column = key * g.element // 4
-        tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
-        if const_expr(ctx.traits.v_scale_in_exponent):
-            exact = _weighted_sum(s, key, scales, exact)
-        elif const_expr(ctx.traits.exact_row_sum or g.spec.writes_lse):
-            exact = _sum(s, key, exact)
-        if const_expr(not ctx.traits.exact_row_sum):
-            rounded = _sum_of_rounded(ctx, words, rounded)
+    exact, rounded = _probabilities(ctx, s, scales, factor, row_max, address)
     cute.arch.fence_view_async_tmem_store()
     tensor_memory.fence_before_arrive()
     arrive_at_leader(ctx.geometry, ctx.barriers.p_full.at(slot))
@@ -158,6 +151,32 @@ def _tile(ctx, row, tile, i, state, masked: cutlass.Constexpr):
     scale = SUM_SCALE.get(policy.p_format, 1.0)
     row_sum_quantized = row_sum_quantized * rescale + (rounded[0] + rounded[1]) * (1 / scale)
     return row_max, row_sum, row_sum_quantized
+
+
+@cute.jit
+def _probabilities(ctx, s, scales, factor, row_max, address):
+    """P of a row's tile to tensor memory: (sums, sums of P as it was rounded)."""
+    g, policy = ctx.geometry, ctx.traits.policy
+    finite = select(row_max == NEG_INF, Float32(0.0), row_max)
+    exponent = factor, Float32(policy.max_offset) - finite
+    zero = Float32(0.0), Float32(0.0)
+    exact, rounded = zero, zero
+    for key in cutlass.range_constexpr(0, TILE, g.keys_at_once):
+        if const_expr(g.makes_codes):
+            line = code_line(policy, factor, finite)
+            words, exact = _coded(g, s, key, line, exponent, exact)
+        else:
+            _exponentiate(g, s, key, *exponent)
+            words = _rounded(ctx, s, key)
+        column = key * g.element // 4
+        tensor_memory.store(words, address + column, cute.size(words), cute.size(words))
+        if const_expr(ctx.traits.v_scale_in_exponent):
+            exact = _weighted_sum(g, s, key, scales, exact)
+        elif const_expr(g.sums_exponentials and not g.makes_codes):
+            exact = _sum(g, s, key, exact)
+        if const_expr(g.sums_in_registers):
+            rounded = _sum_of_rounded(ctx, words, rounded)
+    return exact, rounded
 
 
 @cute.jit
@@ -229,29 +248,59 @@ def _maximum(s):
 
 
 @cute.jit
-def _exponentiate(s, first: cutlass.Constexpr, factor, shift):
-    """Some of s becomes 2 ** (s * factor + shift), in part on the FMA pipe, which would idle."""
-    for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
-        a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
-        if const_expr(_by_fma(i // 2)):
-            s[i], s[i + 1] = exp2_by_fma(a, b)
-        else:
-            s[i] = cute.math.exp2(a, fastmath=True)
-            s[i + 1] = cute.math.exp2(b, fastmath=True)
+def _top(ctx, s, factor):
+    """The maximum of x; what codes are made with is not to be below it."""
+    top = _maximum(s)
+    if const_expr(ctx.geometry.makes_codes):
+        return mul_up(top, factor)
+    return top * factor
 
 
-def _by_fma(pair: int) -> bool:
-    """Whether this pair of exponentials is one of PAIRS_BY_FMA, spread evenly."""
-    pairs = TILE // 2
-    return (pair + 1) * PAIRS_BY_FMA // pairs > pair * PAIRS_BY_FMA // pairs
+@cute.jit
+def _exponentiate(g: cutlass.Constexpr, s, first: cutlass.Constexpr, factor, shift):
+    """Some of s becomes 2 ** (s * factor + shift)."""
+    for i in cutlass.range_constexpr(first, first + g.keys_at_once, 2):
+        s[i], s[i + 1] = _exponentials(g, s, i, factor, shift)
+
+
+def _exponentials(g, s, i: int, factor, shift):
+    """Of a pair of scores; of some pairs on the FMA pipe, which would idle."""
+    a, b = cute.arch.fma_packed_f32x2((s[i], s[i + 1]), (factor, factor), (shift, shift))
+    if _by_fma(g, i // 2):
+        return exp2_by_fma(a, b)
+    return cute.math.exp2(a, fastmath=True), cute.math.exp2(b, fastmath=True)
+
+
+def _by_fma(g, pair: int) -> bool:
+    """Whether this pair of exponentials is one of `pairs_by_fma`, spread evenly."""
+    pairs, of_them = TILE // 2, g.pairs_by_fma
+    return (pair + 1) * of_them // pairs > pair * of_them // pairs
+
+
+@cute.jit
+def _coded(g: cutlass.Constexpr, s, first: cutlass.Constexpr, line, exponent, total):
+    """Some of P in an fp8 format, straight from its logarithm: (words that hold it, total).
+
+    To the total the exponentials are added that P has none of, where anyone wants their sum.
+    """
+    words = cute.make_rmem_tensor(cute.make_layout(g.keys_at_once // 4), Uint32)
+    slopes, offsets = ((x, x) for x in line)
+    for i in cutlass.range_constexpr(g.keys_at_once // 4):
+        codes = []
+        for at in cutlass.range_constexpr(first + 4 * i, first + 4 * i + 4, 2):
+            codes += cute.arch.fma_packed_f32x2((s[at], s[at + 1]), slopes, offsets)
+            if const_expr(g.sums_exponentials):
+                total = cute.arch.add_packed_f32x2(total, _exponentials(g, s, at, *exponent))
+        words[i] = packed_codes(codes)
+    return words, total
 
 
 @cute.jit
 def _rounded(ctx, s, first: cutlass.Constexpr):
     """Some of P in its format: the 32-bit words that hold it."""
-    per_word = 4 // ctx.geometry.element
-    words = cute.make_rmem_tensor(cute.make_layout(_AT_ONCE // per_word), Uint32)
-    for i in cutlass.range_constexpr(_AT_ONCE // per_word):
+    g, per_word = ctx.geometry, 4 // ctx.geometry.element
+    words = cute.make_rmem_tensor(cute.make_layout(g.keys_at_once // per_word), Uint32)
+    for i in cutlass.range_constexpr(g.keys_at_once // per_word):
         values = [s[first + i * per_word + j] for j in range(per_word)]
         words[i] = packed(ctx.traits.policy.p_format, values)
     return words
@@ -261,16 +310,16 @@ def _rounded(ctx, s, first: cutlass.Constexpr):
 
 
 @cute.jit
-def _sum(s, first: cutlass.Constexpr, total):
-    for i in cutlass.range_constexpr(first, first + _AT_ONCE, 2):
+def _sum(g: cutlass.Constexpr, s, first: cutlass.Constexpr, total):
+    for i in cutlass.range_constexpr(first, first + g.keys_at_once, 2):
         total = cute.arch.add_packed_f32x2(total, (s[i], s[i + 1]))
     return total
 
 
 @cute.jit
-def _weighted_sum(s, first: cutlass.Constexpr, scales, total):
+def _weighted_sum(g: cutlass.Constexpr, s, first: cutlass.Constexpr, scales, total):
     """Of P, each divided by its key's V scale."""
-    for column in cutlass.range_constexpr(first, first + _AT_ONCE, _SCALES_AT_ONCE):
+    for column in cutlass.range_constexpr(first, first + g.keys_at_once, _SCALES_AT_ONCE):
         inverse = _scales_of(scales, V_INVERSE, column)
         for i in cutlass.range_constexpr(0, _SCALES_AT_ONCE, 2):
             pair = s[column + i], s[column + i + 1]

@@ -9,7 +9,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint8, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -20,7 +20,7 @@ from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.geometry import TOKEN_SCALE_KINDS, TOKEN_SCALE_SLOTS
 from flash_attn_fp8.kernels.forward.operands import Scalars, Tensors, TmaOperands
 from flash_attn_fp8.kernels.forward.schedule import Schedule
-from flash_attn_fp8.kernels.forward.shared_memory import zero_rows
+from flash_attn_fp8.kernels.forward.shared_memory import write_ones, zero_rows
 from flash_attn_fp8.kernels.forward.tail import tail_role
 from flash_attn_fp8.kernels.forward.token_scales import token_scale_role
 from flash_attn_fp8.kernels.sm90.attend import attend_role
@@ -41,7 +41,6 @@ from flash_attn_fp8.kernels.sm90.units import Claims, claim, hear
 from flash_attn_fp8.specs import Sm90Spec
 
 _CONSUMERS = 4  # the first consumer warp
-_ONE = {"e4m3": 0x38, "e5m2": 0x3C}
 
 
 class Sm90Forward:
@@ -192,11 +191,8 @@ class Sm90Forward:
         size = chunk * SUM_COLUMNS
         for column in cutlass.range_constexpr(g.stages * g.tile_n // chunk):
             start = buffers.v + (column + 1) * g.v_rows * chunk - size
-            ones = cute.make_tensor(cute.recast_ptr(start, dtype=Uint8), cute.make_layout(size))
-            i = cute.arch.thread_idx()[0]
-            while i < size:
-                ones[i] = Uint8(_ONE[self.spec.traits.kv_format])
-                i += g.threads
+            thread = cute.arch.thread_idx()[0]
+            write_ones(self.spec.traits.kv_format, start, size, thread, g.threads)
 
 
 def _transposed(v):

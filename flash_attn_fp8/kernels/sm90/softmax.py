@@ -21,8 +21,7 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import (
-    CODE,
-    fma_down,
+    code_line,
     mul_up,
     packed,
     packed_codes,
@@ -302,18 +301,12 @@ def _sum_of_exponentials(s, r: cutlass.Constexpr, factor, shift):
 
 @cute.jit
 def _codes(s, r: cutlass.Constexpr, policy: cutlass.Constexpr, factor, row_max):
-    """A row of P straight from its logarithm: fp8 codes are nearly linear in log2 (numerics.md).
-
-    Nothing saturates: the maximum was rounded up, and the offset is rounded down, so that rounding
-    of scores of a million octaves makes no code above the largest, which would be NaN or negative.
-    """
-    fmt = policy.format
-    scale = 2**fmt.mantissa_bits * CODE
-    offset = fma_down(row_max, -scale, (policy.max_offset + fmt.exponent_bias) * scale)
+    """A row of P straight from its logarithm."""
+    slope, offset = code_line(policy, factor, row_max)
     for j in cutlass.range_constexpr(cute.size(s) // 4):
         for e in cutlass.range_constexpr(2):
             at = e + 2 * r + 4 * j
-            s[at] = s[at] * (factor * scale) + offset
+            s[at] = s[at] * slope + offset
 
 
 @cute.jit

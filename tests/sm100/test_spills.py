@@ -22,12 +22,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 WINDOW: dict[str, Any] = {"window_size": (127, 0), "learnable_sink": torch.zeros(16)}
+CODES: dict[str, Any] = {"fp8_policy": "sm90"}
 KINDS: dict[str, dict[str, Any]] = {
     "a cache of small pages, split": {"head_dim": 128, "heads": (16, 2), "page_size": 16},
     "the same, window and sinks": {
         "head_dim": 64, "heads": (16, 2), "page_size": 16, "options": WINDOW,
     },
     "groups of 3, partly used keys": {"head_dim": 128, "heads": (3, 1)},
+    "the same, codes": {"head_dim": 128, "heads": (3, 1), "options": CODES},
+    "codes and ones, groups of 3": {"head_dim": 64, "heads": (3, 1), "options": CODES},
+    "codes, a cache of small pages, split": {
+        "head_dim": 128, "heads": (16, 2), "page_size": 16, "options": CODES,
+    },
 }  # fmt: skip
 
 

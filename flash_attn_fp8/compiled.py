@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +13,15 @@ from flash_attn_fp8 import sim
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.kernels.sm90.geometry import Geometry
-from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
 from flash_attn_fp8.plan import Plan
-from flash_attn_fp8.problem import Descale, Problem
+from flash_attn_fp8.preparation import aligned, is_aligned, preparation_of, scale_of
+from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import (
-    ALIGNMENT,
-    TILE,
     CacheSpec,
     Kernel,
     Sm90Spec,
     Sm100Spec,
-    TransposeSpec,
-    WidenSpec,
 )
 from flash_attn_fp8.target import Target
 
@@ -106,10 +102,7 @@ class _Launcher:
         self.combine = _kernel(spec.combine, target.arch) if spec.split else None
         self.traits = spec.traits  # those of K and V as the kernel gets them
         self.claims_units = isinstance(spec, Sm90Spec) and spec.claims_units
-        self.transpose_spec = spec.transpose if isinstance(spec, Sm90Spec) else None
-        if self.transpose_spec is not None:
-            self.transpose = _kernel(self.transpose_spec, target.arch)
-        self.widen = None if plan.widen is None else _kernel(plan.widen, target.arch)
+        self.preparation = preparation_of(plan, problem, partial(_kernel, arch=target.arch))
         self.parts = plan.split.parts(problem.keys) if spec.split else 1
         self.scalars = _scalars(plan, problem, self.parts, target)
         self.is_cache = isinstance(spec, CacheSpec)
@@ -118,10 +111,10 @@ class _Launcher:
         if self.combine is not None:
             self._launch_parts(self.combine, o, out, lse)
             return
-        aligned = _is_aligned(out)
-        target = out if aligned else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        fits = is_aligned(out)
+        target = out if fits else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         self.kernel(self.tensors(o, target, lse), self.scalars)
-        if not aligned:
+        if not fits:
             out.copy_(target)
 
     def _launch_parts(
@@ -136,77 +129,31 @@ class _Launcher:
 
     def tensors(self, o: Operands, out: Tensor, lse: Tensor | None) -> tuple[Any, ...]:
         """`Tensors` of the kernel's `operands`, as a plain tuple."""
-        traits, counter = self.traits, self._counter(o.q.device)
-        units = None
-        if self.widen is not None and self.plan.widen is not None and counter is not None:
-            o, units = self._widened(self.widen, self.plan.widen, o, counter)
-        v = _aligned(o.v)
-        if self.transpose_spec is not None and counter is not None:
-            v = self._transposed(self.transpose_spec, o, v, counter)
+        traits, counter, units = self.traits, self._counter(o.q.device), None
+        if self.preparation is not None and counter is not None:
+            o, units = self.preparation(o, counter)
         shared = (
-            _aligned(o.q), _aligned(o.k), v, out, lse,
+            aligned(o.q), aligned(o.k), aligned(o.v), out, lse,
             o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k, o.page_table,
             None if o.learnable_sink is None else o.learnable_sink.float(),
         )  # fmt: skip
         scales = (
-            _scale(o.k_descale, traits.k_descale, traits.kv_layout),
-            _scale(o.v_descale, traits.v_descale, traits.kv_layout),
+            scale_of(o.k_descale, traits.k_descale, traits.kv_layout),
+            scale_of(o.v_descale, traits.v_descale, traits.kv_layout),
             None if o.output_scale is None else o.output_scale.reshape(1),
         )
         if self.is_cache:
             return (*shared, *scales, o.selection, o.selection_lens)
         if not self.claims_units:
             counter = None
-        q_scale = _scale(o.q_descale, traits.q_descale, traits.q_layout)
+        q_scale = scale_of(o.q_descale, traits.q_descale, traits.q_layout)
         return (*shared, q_scale, *scales, counter, units)
 
     def _counter(self, device: torch.device) -> Tensor | None:
         """Of the units of work that CTAs claim; a kernel that runs before makes it 0."""
-        if self.transpose_spec is not None or self.widen is not None:
+        if self.preparation is not None:
             return torch.empty(1, dtype=torch.int32, device=device)
         return torch.zeros(1, dtype=torch.int32, device=device) if self.claims_units else None
-
-    def _transposed(self, spec: TransposeSpec, o: Operands, v: Tensor, counter: Tensor) -> Tensor:
-        """V^T, as the SM90 kernel reads fp8: a copy of V in whole key tiles, keys along rows."""
-        heads, width = v.shape[-2:]
-        keys, tile_n = self.problem.keys, spec.tile_n
-        shape: tuple[int, ...]
-        if o.cu_seqlens_k is None:
-            batch = v.shape[0] if o.page_table is None else o.page_table.shape[0]
-            shape = (batch, heads, width, max(tile_n, columns_of(tile_n, keys)))
-        else:
-            sequences = o.cu_seqlens_k.shape[0] - 1
-            shape = (heads, width, first_column(tile_n, v.shape[0], sequences))
-        out = torch.empty(shape, dtype=torch.uint8, device=v.device)
-        bounds = o.cu_seqlens_k, o.seqused_k, o.page_table
-        self.transpose((v.view(torch.uint8), out, *bounds, counter), keys)
-        return out.view(v.dtype)
-
-    def _widened(
-        self, widen: Callable[..., Any], spec: WidenSpec, o: Operands, counter: Tensor
-    ) -> tuple[Operands, Tensor | None]:
-        """K and V in 16 bits, rows of each sequence, and units of their tiles for scales."""
-        packed = o.cu_seqlens_k is not None
-        sequences = o.page_table if o.page_table is not None else o.k
-        batch = o.cu_seqlens_k.shape[0] - 1 if o.cu_seqlens_k is not None else sequences.shape[0]
-        keys, heads = self.problem.sizes.seqlen_k, o.k.shape[-2]
-        new = partial(torch.empty, device=o.k.device)
-        k, v = (
-            new(batch, keys, heads, x.shape[-1], dtype=FORMATS[fmt].dtype)
-            for x, fmt in ((o.k, spec.k_format), (o.v, spec.v_format))
-        )
-        units = new(batch, heads, -(-keys // TILE), 2) if spec.scales else None
-        lengths = new(batch, dtype=torch.int32) if packed else None
-        layout = spec.kv_layout
-        widen((
-            _aligned(o.k).view(torch.uint8), _aligned(o.v).view(torch.uint8), k, v,
-            lengths, o.cu_seqlens_k, o.seqused_k, o.page_table,
-            _scale(o.k_descale, self.problem.traits.k_descale, layout) if spec.k_scale else None,
-            _scale(o.v_descale, self.problem.traits.v_descale, layout) if spec.v_scale else None,
-            units, counter,
-        ))  # fmt: skip
-        seqused_k = lengths if packed else o.seqused_k
-        return o._replace(k=k, v=v, cu_seqlens_k=None, page_table=None, seqused_k=seqused_k), units
 
 
 _launchers: dict[tuple[int, Target | None, bool], _Launcher] = {}
@@ -266,27 +213,3 @@ def _heads_at_once(plan: Plan, problem: Problem, parts: int, target: Target) -> 
         triples = max(1, triples // plan.spec.group)
         at_once = -(-triples // -(-triples // at_once))
     return max(1, min(at_once, triples))
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """A tensor whose rows TMA can address: itself, or a copy."""
-    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    return x.data_ptr() % ALIGNMENT == 0 and _has_aligned_rows(x.stride(), x.dtype)
-
-
-@lru_cache(maxsize=8192)
-def _has_aligned_rows(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    step = ALIGNMENT // dtype.itemsize
-    return strides[-1] == 1 and all(stride % step == 0 for stride in strides[:-1])
-
-
-def _scale(scale: Tensor | None, kind: Descale | None, layout: str) -> Tensor | None:
-    """A descale as the kernel has it; the leading 1 of a packed one is dropped."""
-    if scale is None or kind is None or kind.per_tile:
-        return None
-    if kind.granularity == "tensor":
-        return scale.reshape(1)
-    return scale[0] if layout == "varlen" and kind.per_token else scale

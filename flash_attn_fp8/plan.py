@@ -269,8 +269,13 @@ def _runs_cache_kernel(problem: Problem, target: Target) -> bool:
 
 
 def _pays_to_widen(problem: Problem) -> bool:
-    """Whether so many rows see a key on average that it is worth converting, if there is room."""
+    """Whether so many rows see a key on average that it is worth converting, if there is room.
+
+    Room is the batch's matter, so never where bits must not depend on that.
+    """
     sizes, traits = problem.sizes, problem.traits
+    if problem.request.deterministic:
+        return False
     rows = sizes.seqlen_q * traits.q_heads_per_kv_head
     seen = sizes.seqlen_k
     if sizes.window_left is not None:

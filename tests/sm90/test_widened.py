@@ -269,7 +269,8 @@ def test_chunks_are_converted_where_it_pays_and_fits() -> None:
     sequences = WIDENED_BYTES // (65536 * 8 * 512)
     assert isinstance(chunk(2048, 65536, sequences).spec, Sm90Spec)
     too_large = chunk(2048, 65536, sequences + 1)
-    for plan in (few, narrow, too_large):
+    alone = chunk(2048, deterministic=True)  # bits must not depend on the batch
+    for plan in (few, narrow, too_large, alone):
         assert isinstance(plan.spec, CacheSpec)
         assert plan.widen is None
 

@@ -15,18 +15,21 @@ import torch
 
 from flash_attn_fp8.call import Call, Operands, Options
 from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.plan import FEW_ROWS_OF_CODES
 from flash_attn_fp8.specs import AppendSpec
 from flash_attn_fp8.target import has_fp8
 
 Scales = Literal["token_head", "tensor"]
-_CHUNK = 512  # query tokens of a chunk of a prefill: any number that fills a CTA's rows
+# Query rows of chunks of a prefill: any number that fills a CTA's; and so many that SM90 converts
+# the cache first.
+_CHUNKS = FEW_ROWS_OF_CODES, 2 * FEW_ROWS_OF_CODES
 
 
 @dataclass(frozen=True)
 class CachePreset:
     """Every combination of its fields is a call, with whole and with split keys.
 
-    `tokens`: query tokens of a decode, besides a chunk of a prefill. `groups`: query heads of a KV
+    `tokens`: query tokens of a decode, besides chunks of a prefill. `groups`: query heads of a KV
     head.
     """
 
@@ -44,7 +47,7 @@ class CachePreset:
         """The calls, of two sequences and two KV heads."""
         kinds = product(self.groups, self.formats, self.paged, self.scales, (1, 2))
         for group, fmt, paged, scales, parts in kinds:
-            for tokens in (*self.tokens, _CHUNK):
+            for tokens in (*self.tokens, *(-(-rows // group) for rows in _CHUNKS)):
                 yield self._call((group, tokens), fmt, paged, scales, parts)
 
     def appends(self, arch: str) -> Iterator[AppendSpec]:

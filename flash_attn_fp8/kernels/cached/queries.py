@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Uint32, const_expr
 
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.encode import packed
+from flash_attn_fp8.kernels.powers import QUERY_TOP, exponent_of, power_of_two, within_range
 from flash_attn_fp8.specs import WARP
 
 _HALF = 4  # elements of a row that a lane has of an MMA
-_TOP = 14  # log2 of a row's largest element, rounded down, as the tensor core gets it
-_LARGEST_SHIFT = 100  # keeps the shift and its inverse normal numbers
 
 
 @cute.jit
@@ -81,10 +80,8 @@ def _shift(ctx, row):
         for apart in cutlass.range_constexpr(2):
             other = cute.arch.shuffle_sync_bfly(largest, 1 << apart)
             largest = cute.arch.fmax(largest, other)
-        exponent = (largest.bitcast(Int32) >> 23) - 127
-        by = cutlass.max(cutlass.min(_TOP - exponent, _LARGEST_SHIFT), -_LARGEST_SHIFT)
-        shift = ((by + 127) << 23).bitcast(Float32)
-        inverse = ((127 - by) << 23).bitcast(Float32)
+        by = within_range(QUERY_TOP - exponent_of(largest))
+        shift, inverse = power_of_two(by), power_of_two(-by)
     return shift, inverse
 
 

@@ -12,10 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from flash_attn_fp8.kernels.encode import packed, values_of_16bit
+from flash_attn_fp8.kernels.powers import QUERY_TOP, exponent_of, power_of_two, within_range
 from flash_attn_fp8.kernels.sm90.geometry import ROWS, WARPGROUP
 
-_TOP = 14  # log2 of a row's largest element, rounded down, as the tensor core gets it
-_LARGEST_SHIFT = 100  # keeps the shift and its inverse normal numbers
 _THREADS = WARPGROUP // ROWS  # of a row
 _BARRIER = 5  # named ones of warpgroups: this one and those after it; those before are turns'
 
@@ -33,10 +32,10 @@ def convert_queries(ctx, rows):
         shift = _shift(values)
         for i in cutlass.range_constexpr(cute.size(values)):
             low, high = values_of_16bit("bf16", values[i])
-            values[i] = packed("fp16", [low * _power(shift), high * _power(shift)])
+            values[i] = packed("fp16", [low * power_of_two(shift), high * power_of_two(shift)])
         cute.autovec_copy(values, words)
         units = ctx.buffers.q_unit[None, stage]
-        units[row] = _power(-shift)
+        units[row] = power_of_two(-shift)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=_BARRIER + stage, number_of_threads=WARPGROUP)
         for r in cutlass.range_constexpr(2):
@@ -65,9 +64,4 @@ def _shift(values):
     for apart in cutlass.range_constexpr(_THREADS.bit_length() - 1):
         other = cute.arch.shuffle_sync_bfly(largest, 1 << apart)
         largest = cutlass.max(largest, other)
-    exponent = (largest >> 7) - 127
-    return cutlass.max(cutlass.min(_TOP - exponent, _LARGEST_SHIFT), -_LARGEST_SHIFT)
-
-
-def _power(exponent) -> Float32:
-    return ((exponent + 127) << 23).bitcast(Float32)
+    return within_range(QUERY_TOP - exponent_of((largest << 16).bitcast(Float32)))

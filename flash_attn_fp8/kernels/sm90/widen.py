@@ -24,13 +24,13 @@ from cutlass.memory import SmemAllocator
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.kernels.codes import halves, pairs
 from flash_attn_fp8.kernels.encode import packed, values_of_16bit
+from flash_attn_fp8.kernels.powers import exponent_of, power_of_two, within_range
 from flash_attn_fp8.kernels.sequences import keys_of
 from flash_attn_fp8.specs import TILE, WARP, WidenSpec
 
 _THREADS = 2 * TILE
 _CODES = 8  # of a thread at a time
 _TOP = 15  # log2 of what no number of a tile reaches
-_LARGEST_UNIT = 100  # keeps the unit and its inverse normal numbers
 
 
 class WidenTensors(NamedTuple):
@@ -159,8 +159,8 @@ class Widen:
         unit_log2 = _unit_log2(self.spec.kv_format, largest)
         exists = select(thread < TILE, Int32(self.spec.k_scale), Int32(self.spec.v_scale))
         unit_log2 = unit_log2 * exists  # 1 where nothing is multiplied
-        factors[thread % TILE, thread // TILE] = scale * _power(-unit_log2)
-        unit = select(thread < TILE, _power(unit_log2), Float32(unit_log2))
+        factors[thread % TILE, thread // TILE] = scale * power_of_two(-unit_log2)
+        unit = select(thread < TILE, power_of_two(unit_log2), Float32(unit_log2))
         if thread % TILE == 0:
             t.units[place.batch, place.head, place.tile, thread // TILE] = unit
         cute.arch.sync_threads()
@@ -182,13 +182,7 @@ class Widen:
 
 def _unit_log2(fmt: str, largest: Float32) -> Int32:
     """log2 of a unit in which the largest scale times the largest code is below 2**_TOP."""
-    exponent = (largest.bitcast(Int32) >> 23) - 127
-    unit = exponent + (1 + math.ceil(FORMATS[fmt].log2_max) - _TOP)
-    return cutlass.max(cutlass.min(unit, _LARGEST_UNIT), -_LARGEST_UNIT)
-
-
-def _power(exponent: Int32) -> Float32:
-    return ((exponent + 127) << 23).bitcast(Float32)
+    return within_range(exponent_of(largest) + (1 + math.ceil(FORMATS[fmt].log2_max) - _TOP))
 
 
 def _converted(fmt: str, to: str, word: Uint32, factor) -> list[Uint32]:

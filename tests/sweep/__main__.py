@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flash_attn_fp8 import compiled
+from flash_attn_fp8 import compiled, preparation
 from flash_attn_fp8.compiler.key import fingerprint
 from flash_attn_fp8.results import FOLDER, Results, Row, Scalar, write
 from flash_attn_fp8.sim.errors import SimulationError
@@ -86,7 +86,7 @@ def _sources_of(impl: str) -> str | None:
     """What identifies the sources of a kernel; None where no kernel runs."""
     if impl not in KERNELS and "cute" not in impl:
         return None
-    launches = Path(compiled.__file__).read_bytes()
+    launches = b"".join(Path(m.__file__).read_bytes() for m in (compiled, preparation))
     simulated = impl in KERNELS
     kernel = fingerprint(*("simulator", "Sm100Spec") if simulated else ("gpu", "Sm90Spec"))
     return hashlib.sha256(launches + kernel.encode()).hexdigest()[:16]

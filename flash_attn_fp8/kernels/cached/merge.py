@@ -10,12 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass import select_ as select
 
-from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.codes import bias_log2
 from flash_attn_fp8.kernels.dtypes import NEG_INF
-from flash_attn_fp8.kernels.online import log_add_exp
-from flash_attn_fp8.policy import LN2, LOG2E
+from flash_attn_fp8.kernels.online import finished, sink_logit
 from flash_attn_fp8.specs import WARP
 
 
@@ -84,31 +82,13 @@ def _share_sums(ctx, state):
 def _normalize(ctx, state, m: cutlass.Constexpr, half: cutlass.Constexpr):
     """What multiplies a row of O; its LSE is written by the first lane that has it."""
     row_max, row_sum = state.row_max[half, m], state.row_sum[half, m]
-    offset = ctx.traits.policy.max_offset
     token, head = ctx.query(m, half)
-    top = select(row_max == NEG_INF, Float32(0.0), row_max)
-    lse = (top - offset + cute.math.log2(row_sum, fastmath=True)) * LN2
-    rescale, total = Float32(1.0), row_sum
-    if const_expr(ctx.traits.sink):
-        # Of the splits, the first one counts the sink.
-        logit = Float32(ctx.tensors.sink[head])
-        if const_expr(ctx.spec.split):
-            logit = select(ctx.work.split == 0, logit, NEG_INF)
-        lse = log_add_exp(lse, logit)
-        # A sink of infinity takes all weight; of NaN, all is NaN.
-        sink = cute.arch.fmin(logit * LOG2E, Float32(FP32.max), nan=True)
-        highest = cute.arch.fmax(row_max, sink)
-        top = select(highest == NEG_INF, Float32(0.0), highest)
-        rescale = cute.math.exp2(row_max - top, fastmath=True)
-        total = total * rescale + cute.math.exp2(sink - top + offset, fastmath=True)
-    inverse = select(total > 0.0, cute.arch.rcp_approx(total), Float32(0.0))
-    inverse = select(total == total, inverse, total)  # NaN comes out as NaN
-    # A row without keys is 0 whatever its sink is.
-    inverse = select(row_max == NEG_INF, Float32(0.0), inverse)
+    logit = sink_logit(ctx.tensors, head, ctx.work.split if ctx.spec.split else None)
+    factor, lse = finished(row_max, row_sum, row_sum, logit, ctx.traits.policy.max_offset)
     if const_expr(ctx.spec.writes_lse):
         if (ctx.lane % 4 == 0) & (ctx.key_warp == 0) & (token < ctx.work.extent_q):
             _write_lse(ctx, token, head, select(token < ctx.work.seqlen_q, lse, NEG_INF))
-    return rescale * inverse * _output_factor(ctx)
+    return factor * _output_factor(ctx)
 
 
 @cute.jit

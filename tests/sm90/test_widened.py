@@ -16,6 +16,7 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8 import compiled, sim
+from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import FEW_ROWS_OF_CODES, WIDENED_BYTES, Plan
 from flash_attn_fp8.specs import TILE, CacheSpec, Sm90Spec, WidenSpec
@@ -123,6 +124,20 @@ def test_bits_do_not_depend_on_many_schedules(case: Configuration) -> None:
     for kind, seeds in (("random", 6), ("adversarial", 3)):
         for seed in range(seeds):
             assert same_bits(simulated(call, schedule=kind, seed=seed), expected)
+
+
+def test_no_role_reads_lengths_before_they_are_there() -> None:
+    """The kernel before makes those of packed sequences: not seen by a simulator of one at a time.
+
+    In both warpgroups' code, after what gives them their registers.
+    """
+    spec = planned(replace(PLAIN, layout="packed").arguments()).spec
+    assert isinstance(spec, Sm90Spec)
+    ptx = (cache.keep(spec, "sm_90a", "simulator") / link.PTX).read_text()
+    _, *roles = ptx.split("setmaxnreg.")
+    assert len(roles) == 2
+    for role in roles:
+        assert 0 < role.find("griddepcontrol.wait") < role.find("ld.global")
 
 
 COMPANY = Form("bf16", "e4m3", 3, 1, 64, 64, scaled=True, options={"causal": True})

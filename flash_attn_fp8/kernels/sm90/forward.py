@@ -121,6 +121,8 @@ class Sm90Forward:
                     fill(context().unwritten)
         else:
             cute.arch.setmaxregister_increase(consumer)
+            if const_expr(self.spec.widened):
+                cute.arch.griddepcontrol_wait()  # nor lengths of packed sequences, which all roles read
             attend_role(context(), products, warp // _CONSUMERS - 1)
 
     def _shared_memory(self) -> tuple[Buffers, Barriers]:

@@ -2,8 +2,16 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from flash_attn_fp8.specs import Spec
+
+# Options of a benchmark's command line.
+Folder = Annotated[Path | None, typer.Option(help="make a bundle here, measure nothing")]
+Arch = Annotated[str, typer.Option(help="of the bundle, with its SMs")]
+H200 = "sm_90a:132"
 
 
 def make(folder: Path, arch: str, specs: Iterable[Spec]) -> str:

@@ -176,8 +176,8 @@ def kernels(arch: str) -> Iterator[Spec]:
 
 
 def main(
-    bundle: Annotated[Path | None, typer.Option(help="make a bundle here, measure nothing")] = None,
-    arch: Annotated[str, typer.Option(help="of the bundle, with its SMs")] = "sm_90a:132",
+    bundle: bundles.Folder = None,
+    arch: bundles.Arch = bundles.H200,
     only: Annotated[str, typer.Option(help="a head dim, or 'accumulation'")] = "",
     out: Annotated[Path, typer.Option(help="folder of the results")] = RESULTS,
 ) -> None:

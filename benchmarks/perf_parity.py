@@ -295,8 +295,8 @@ def refusal() -> str | None:
 
 
 def main(
-    bundle: Annotated[Path | None, typer.Option(help="make a bundle here, measure nothing")] = None,
-    arch: Annotated[str, typer.Option(help="of the bundle, with its SMs")] = "sm_90a:132",
+    bundle: bundles.Folder = None,
+    arch: bundles.Arch = bundles.H200,
     out: Annotated[Path, typer.Option(help="folder of the results")] = RESULTS,
 ) -> None:
     """Measure, save, and say how the times compare; or make the bundle that measuring needs."""

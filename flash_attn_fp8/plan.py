@@ -288,12 +288,11 @@ def _pays_to_widen(problem: Problem) -> bool:
 def _widened(problem: Problem) -> Problem:
     """A problem over 8-bit codes as it is once `WidenSpec`'s kernel has run."""
     traits, policy = problem.traits, problem.traits.policy
-    scaled = traits.k_descale is not None and traits.k_descale.per_token
     if traits.v_scale_in_exponent:  # which it no longer is; tiles of keys still have units
         policy = policy.replace(row_sum="exact")
     traits = replace(
         traits,
-        kv_format=FP16.name if scaled else traits.q_format,
+        kv_format=FP16.name if _is_per_token(traits.k_descale) else traits.q_format,
         kv_layout="dense",
         seqused_k=traits.seqused_k or traits.kv_layout == "varlen",
         k_descale=_of_tiles(traits.k_descale),
@@ -305,7 +304,11 @@ def _widened(problem: Problem) -> Problem:
 
 
 def _of_tiles(kind: Descale | None) -> Descale | None:
-    return Descale("tile") if kind is not None and kind.per_token else kind
+    return Descale("tile") if _is_per_token(kind) else kind
+
+
+def _is_per_token(kind: Descale | None) -> bool:
+    return kind is not None and kind.per_token
 
 
 def _widen_spec(traits: Traits, spec: Sm90Spec) -> WidenSpec:
@@ -317,7 +320,7 @@ def _widen_spec(traits: Traits, spec: Sm90Spec) -> WidenSpec:
         head_dim_v=traits.head_dim_v,
         kv_layout=traits.kv_layout,
         seqused_k=traits.seqused_k,
-        k_scale=traits.k_descale is not None and traits.k_descale.per_token,
+        k_scale=_is_per_token(traits.k_descale),
         v_scale=traits.v_scale_in_exponent,
     )
 

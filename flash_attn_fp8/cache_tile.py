@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flash_attn_fp8.specs import ROWS_PER_MMA, WARP, CacheTile
+from flash_attn_fp8.specs import ROWS_PER_MMA, WARP, CacheTile, WarpgroupTile
 
 DECODE_ROWS = 64  # query heads of a KV head, times query tokens, that a CTA of decode takes
 _BYTES_OF_NUMBERS = 12  # a key's scales and index
@@ -76,3 +76,17 @@ def _query_bytes(head_dim: int, head_dim_v: int, m_tiles: int) -> int:
     """Of a warp's queries in shared memory: none where they are in registers (`CacheGeometry`)."""
     fits = m_tiles * (head_dim // 4 + head_dim_v // 2) <= _REGISTERS
     return 0 if fits else 2 * ROWS_PER_MMA * m_tiles * head_dim
+
+
+def warpgroup_tile_for(
+    rows: int, head_dim: int, head_dim_v: int, element: int, shared_memory: int
+) -> WarpgroupTile:
+    """The tile of warpgroups for so many rows, up to `DECODE_ROWS`."""
+    rows = -(-rows // 8) * 8
+    groups, keys = 2, 64
+    two = rows <= 16 and head_dim_v <= 128
+    budget = shared_memory // (2 if two else 1) - _MISCELLANY
+    left = budget - 2 * rows * (head_dim + groups * keys) - 4 * rows * (1 + 8 * groups)
+    key_bytes = (head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS
+    stages = left // (groups * keys * key_bytes)
+    return WarpgroupTile(rows, groups, max(_FEWEST_STAGES, min(stages, _MOST_STAGES)))

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from flash_attn_fp8.cache_tile import tile_for
+from flash_attn_fp8.cache_tile import DECODE_ROWS, tile_for, warpgroup_tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS, FP16
 from flash_attn_fp8.policy import POLICIES, Fp8Policy
@@ -24,6 +24,7 @@ from flash_attn_fp8.specs import (
     Kernel,
     Sm90Spec,
     Sm100Spec,
+    WarpgroupTile,
     WidenSpec,
 )
 from flash_attn_fp8.support import (
@@ -357,13 +358,19 @@ def _cache_spec(problem: Problem, target: Target, split: Split) -> CacheSpec:
     )
 
 
-def _cache_tile(problem: Problem, target: Target) -> CacheTile:
+def _cache_tile(problem: Problem, target: Target) -> CacheTile | WarpgroupTile:
     traits = problem.traits
-    return tile_for(
-        problem.sizes.seqlen_q * traits.q_heads_per_kv_head,
+    rows = problem.sizes.seqlen_q * traits.q_heads_per_kv_head
+    element = FORMATS[traits.kv_format].bits // 8
+    choose = tile_for
+    fits = traits.head_dim_v in (64, 128) and traits.head_dim <= 192
+    if target.arch == SM90 and rows <= DECODE_ROWS and element == 1 and fits:
+        choose = warpgroup_tile_for
+    return choose(
+        rows,
         traits.head_dim,
         traits.head_dim_v,
-        FORMATS[traits.kv_format].bits // 8,
+        element,
         SHARED_MEMORY[target.arch],
     )
 

@@ -151,6 +151,27 @@ class CacheTile:
         return ROWS_PER_MMA * self.m_tiles * self.m_warps
 
 
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """How a CTA of the cache kernel divides them where warpgroups multiply, by `wgmma` (SM90).
+
+    `key_warps` warpgroups take `n_block` keys in turn, as the rows of a product whose columns are
+    all `rows` rows of the CTA: 8 to 64, in eights. Each has a ring of `stages` tiles.
+    """
+
+    rows: int
+    key_warps: int
+    stages: int
+    n_block: int = 64  # what one product has
+    m_warps: int = 4
+    m_tiles: int = 1
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a CTA."""
+        return self.rows
+
+
 ROWS_PER_MMA = 16  # of mma.m16n8k16
 
 
@@ -162,7 +183,7 @@ class CacheSpec:
     """
 
     traits: Traits
-    tile: CacheTile
+    tile: CacheTile | WarpgroupTile
     split: bool = False
     has_fp8: bool = True
     overlaps: bool = True

@@ -17,11 +17,7 @@ from cutlass import select_ as select
 from flash_attn_fp8.kernels.cached.context import Context, band
 from flash_attn_fp8.kernels.cached.load import (
     INDEX,
-    choose,
     chunk_at,
-    copy_tile,
-    locate,
-    new_place,
     numbers_view,
     ring_view,
 )
@@ -33,7 +29,6 @@ from flash_attn_fp8.kernels.online import capped, raised
 from flash_attn_fp8.kernels.ptx import once_if
 from flash_attn_fp8.specs import ROWS_PER_MMA
 
-_GROUP_BARRIER = 1  # named barriers of groups of warps: this one and those after it
 K_SCALE, V_SCALE = range(2)
 
 
@@ -61,69 +56,7 @@ def new_state(ctx: Context) -> State:
 
 
 @cute.jit
-def attend(ctx: Context, load_queries: cutlass.Constexpr, state):
-    """Visit the group's key tiles right to left: `key_warp`, and every key_warps-th before it.
-
-    Queries are loaded while the first keys are on their way.
-    """
-    tile = ctx.spec.tile
-    first, count = _tiles(ctx)
-    # What happens to tile i, in the round of tile ...
-    #   i - stages - 1: `choose` asks which tokens are chosen
-    #   i - stages:     `locate` asks for their pages, with the answer
-    #   i - stages + 1: `copy_tile` asks for the rows, with the answer
-    #   i:              the rows are there
-    place, step = new_place(ctx), tile.key_warps
-    for ahead in cutlass.range_constexpr(tile.stages - 1):
-        if ahead < count:
-            choose(ctx, first - ahead * step, place)
-            locate(ctx, first - ahead * step, place)
-            copy_tile(ctx, first - ahead * step, Int32(ahead), place)
-        cute.arch.cp_async_commit_group()
-    queries, factors = load_queries(ctx)
-    next_block = first - (tile.stages - 1) * step  # what is asked for next, if it exists
-    if count >= tile.stages:
-        choose(ctx, next_block, place)
-        locate(ctx, next_block, place)
-        choose(ctx, next_block - step, place)
-    stage, free = Int32(0), Int32(tile.stages - 1)
-    for i in cutlass.range(count, unroll=1):
-        cute.arch.cp_async_wait_group(tile.stages - 2)
-        _meet(ctx)  # the tile is there, and everyone has left the one before
-        if i + tile.stages - 1 < count:
-            copy_tile(ctx, next_block, free, place)
-            locate(ctx, next_block - step, place)
-            choose(ctx, next_block - 2 * step, place)
-        cute.arch.cp_async_commit_group()
-        next_block -= step
-        _tile(ctx, queries, factors, state, first - i * step, stage)
-        free = stage
-        stage = select(stage == tile.stages - 1, Int32(0), stage + 1)
-    cute.arch.cp_async_wait_group(0)
-
-
-def _tiles(ctx: Context):
-    """(the group's last key tile, how many it has)."""
-    tile, work = ctx.spec.tile, ctx.work
-    n_min, n_max = work.first // tile.n_block, cute.ceil_div(work.last, tile.n_block)
-    last = n_max - 1
-    first = last - (last + tile.key_warps - ctx.key_warp) % tile.key_warps
-    count = cute.ceil_div(first - n_min + 1, tile.key_warps)
-    return first, cutlass.max(select(work.last > work.first, count, Int32(0)), 0)
-
-
-@cute.jit
-def _meet(ctx: Context):
-    if const_expr(ctx.spec.tile.m_warps == 1):
-        cute.arch.sync_warp()
-    else:
-        cute.arch.barrier(
-            barrier_id=_GROUP_BARRIER + ctx.key_warp, number_of_threads=ctx.geometry.group_threads
-        )
-
-
-@cute.jit
-def _tile(ctx, queries, factors, state, n_block, stage):
+def attend_tile(ctx, queries, factors, state, n_block, stage):
     s = _scores(ctx, queries, stage)
     _to_probabilities(ctx, s, factors, state, n_block, stage)
     _accumulate(ctx, s, state.o, stage)
@@ -146,7 +79,7 @@ def _scores(ctx, queries, stage):
             cute.autovec_copy(k[None, vector, row], words[None, n])
         for i in cutlass.range_constexpr(g.k.words // words_per_step):
             step = block * (g.k.words // words_per_step) + i
-            b = [_operand_b(ctx, fmt, words, i, n) for n in range(g.n_tiles)]
+            b = [operand_b(ctx, fmt, words, i, n) for n in range(g.n_tiles)]
             for m in cutlass.range_constexpr(m_tiles):
                 a = [queries[j, step, m] for j in range(4)]
                 for n in cutlass.range_constexpr(g.n_tiles):
@@ -155,7 +88,7 @@ def _scores(ctx, queries, stage):
     return s
 
 
-def _operand_b(ctx, fmt: str, words, step: int, n: int):
+def operand_b(ctx, fmt: str, words, step: int, n: int):
     """The two words of B of one MMA."""
     if ctx.geometry.element == 2:
         return [words[2 * step, n], words[2 * step + 1, n]]
@@ -168,7 +101,7 @@ def _to_probabilities(ctx, s, factors, state, n_block, stage):
     g, policy = ctx.geometry, ctx.traits.policy
     scales = _scales_of_keys(ctx, stage)
     inverse = _inverses(ctx, scales)
-    masked = once_if(_is_masked(ctx, n_block))
+    masked = once_if(is_masked(ctx, n_block))
     for m in cutlass.range_constexpr(g.spec.tile.m_tiles):
         raises = cutlass.Boolean(False)
         rescales = [Float32(1.0), Float32(1.0)]
@@ -238,7 +171,7 @@ def _to_log2(
 
 
 @cute.jit
-def _is_masked(ctx, n_block):
+def is_masked(ctx, n_block):
     """Whether some row of the CTA does not see every key of the tile."""
     n = ctx.spec.tile.n_block
     if const_expr(ctx.traits.selection is not None):

@@ -5,22 +5,30 @@ docs/kernel_cache.md has the data flow. Any GPU from sm_80 on: asynchronous copi
 
 from __future__ import annotations
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, const_expr
 from cutlass.memory import SmemAllocator
 
-from flash_attn_fp8.kernels.cached.attend import attend, new_state
+from flash_attn_fp8.kernels.cached.attend import attend_tile, new_state
 from flash_attn_fp8.kernels.cached.context import Context, Rows, work_of
 from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.merge import finish, scale_of
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.cached.queries import load_queries, shared_queries
+from flash_attn_fp8.kernels.cached.walk import each_tile
+from flash_attn_fp8.kernels.cached.warpgroup import attend as warpgroup_attend
+from flash_attn_fp8.kernels.cached.warpgroup import finish as warpgroup_finish
+from flash_attn_fp8.kernels.cached.warpgroup.geometry import WarpgroupGeometry
+from flash_attn_fp8.kernels.cached.warpgroup.products import Shared
+from flash_attn_fp8.kernels.cached.warpgroup.queries import share_queries
 from flash_attn_fp8.kernels.codes import bias_log2
 from flash_attn_fp8.kernels.dtypes import DTYPES
 from flash_attn_fp8.kernels.fill import Unwritten, fill
 from flash_attn_fp8.policy import LOG2E
-from flash_attn_fp8.specs import CacheSpec
+from flash_attn_fp8.specs import CacheSpec, WarpgroupTile
 
 
 class CacheForward:
@@ -28,7 +36,8 @@ class CacheForward:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
-        self.geometry = CacheGeometry(spec)
+        self.in_warpgroups = isinstance(spec.tile, WarpgroupTile)
+        self.geometry = WarpgroupGeometry(spec) if self.in_warpgroups else CacheGeometry(spec)
 
     @cute.jit
     def __call__(self, tensors: Tensors, scalars: Scalars, stream):
@@ -44,6 +53,8 @@ class CacheForward:
         self.kernel(tensors, scalars).launch(
             grid=(cutlass.max(ctas, 1), 1, 1),
             block=(self.geometry.threads, 1, 1),
+            min_blocks_per_mp=self.geometry.ctas if self.in_warpgroups else 0,
+            preferred_smem_carveout=100,
             stream=stream,
         )
 
@@ -53,9 +64,15 @@ class CacheForward:
         if const_expr(self.spec.split and self.spec.overlaps):
             cute.arch.griddepcontrol_launch_dependents()  # they wait for this grid's end
         ctx = self._context(tensors, scalars)
-        state = new_state(ctx)
-        attend(ctx, self._queries, state)
-        finish(ctx, state)
+        if const_expr(self.in_warpgroups):
+            state = warpgroup_attend.new_state(ctx, self._shared)
+            each_tile(ctx, partial(self._share_queries, self._shared),
+                      warpgroup_attend.attend_tile, state)
+            warpgroup_finish.finish(ctx, state)
+        else:
+            state = new_state(ctx)
+            each_tile(ctx, self._queries, attend_tile, state)
+            finish(ctx, state)
         if const_expr(self.spec.traits.q_layout == "varlen"):
             if cute.arch.warp_idx() == 0:
                 fill(self._unwritten(ctx))
@@ -79,9 +96,15 @@ class CacheForward:
         smem = SmemAllocator()
         rings = smem.allocate_array(cutlass.Uint8, g.rings_bytes, byte_alignment=128)
         queries = None
-        if g.q_in_shared_memory:
+        if self.in_warpgroups:
+            q = smem.allocate_array(cutlass.Uint8, g.q_bytes, byte_alignment=128)
+            p = smem.allocate_array(cutlass.Uint8, g.p_bytes * g.spec.tile.key_warps, byte_alignment=128)
+            numbers = smem.allocate_array(cutlass.Uint8, 4 * g.row_numbers * g.rows, byte_alignment=128)
+        elif g.q_in_shared_memory:
             queries = smem.allocate_array(cutlass.Uint8, g.q_bytes, byte_alignment=128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if self.in_warpgroups:
+            self._shared = Shared(q, p + warp // 4 * g.p_bytes, numbers)
         work = work_of(g, tensors, scalars, cute.arch.block_idx()[0])
         paged = tensors.page_table is not None
         per_token = g.scales_per_token
@@ -105,6 +128,11 @@ class CacheForward:
             m_warp=warp % self.spec.tile.m_warps,
             lane=cute.arch.lane_idx(),
         )
+
+    @cute.jit
+    def _share_queries(self, memory: cutlass.Constexpr, ctx: Context):
+        common = self._score_factor(ctx)
+        return None, share_queries(ctx, memory, common)
 
     @cute.jit
     def _queries(self, ctx: Context):

@@ -156,6 +156,8 @@ def chunk_at(ctx, operand: Operand, row, chunk):
     Readers ask for vectors, which are chunks where rows are swizzled: those are multiples of 128
     bytes, of which a lane reads vectors of 16.
     """
+    if operand.lanes == WARP:  # V of a warpgroup: four rows, two apart, of each a chunk or two
+        return chunk ^ ((row >> 1 & 3) << int(operand.share > 2))
     if not operand.swizzled:
         return chunk
     if operand.lanes == 4:  # K: two rows are read at once

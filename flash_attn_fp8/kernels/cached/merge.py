@@ -87,12 +87,12 @@ def _normalize(ctx, state, m: cutlass.Constexpr, half: cutlass.Constexpr):
     factor, lse = finished(row_max, row_sum, row_sum, logit, ctx.traits.policy.max_offset)
     if const_expr(ctx.spec.writes_lse):
         if (ctx.lane % 4 == 0) & (ctx.key_warp == 0) & (token < ctx.work.extent_q):
-            _write_lse(ctx, token, head, select(token < ctx.work.seqlen_q, lse, NEG_INF))
-    return factor * _output_factor(ctx)
+            write_lse(ctx, token, head, select(token < ctx.work.seqlen_q, lse, NEG_INF))
+    return factor * output_factor(ctx)
 
 
 @cute.jit
-def _write_lse(ctx, token, head, lse):
+def write_lse(ctx, token, head, lse):
     target = part_of(ctx, ctx.tensors.lse)
     if const_expr(ctx.traits.q_layout == "varlen"):
         target[head, ctx.work.offset_q + token] = lse
@@ -101,7 +101,7 @@ def _write_lse(ctx, token, head, lse):
 
 
 @cute.jit
-def _output_factor(ctx):
+def output_factor(ctx):
     """V's scale if it has none for each token, one over the output's, one over codes' bias."""
     kind, scale = ctx.traits.v_descale, ctx.tensors.v_descale
     factor = Float32(2.0 ** -bias_log2(ctx.traits.kv_format, ctx.spec.has_fp8))
@@ -169,7 +169,7 @@ def _store(ctx, o, factors, m: cutlass.Constexpr, number, share: cutlass.Constex
     for half in cutlass.range_constexpr(2):
         token, head = ctx.query(m, half)
         if token < ctx.work.extent_q:
-            row = _output_row(ctx, token, head)
+            row = output_row(ctx, token, head)
             row = cute.logical_divide(row, cute.make_layout(share))
             for i in cutlass.range_constexpr(2):
                 values = cute.make_rmem_tensor(cute.make_layout(share), Float32)
@@ -182,7 +182,7 @@ def _store(ctx, o, factors, m: cutlass.Constexpr, number, share: cutlass.Constex
                 cute.autovec_copy(converted, row[None, eighth * per_eighth + number])
 
 
-def _output_row(ctx, token, head):
+def output_row(ctx, token, head):
     out = part_of(ctx, ctx.tensors.out)
     if ctx.traits.q_layout == "varlen":
         return out[ctx.work.offset_q + token, head, None]

@@ -1,0 +1,252 @@
+"""A warpgroup's rows over its key tiles: scores, online softmax, output.
+
+A lane has two keys of a tile and a quarter of its rows, which are those it has of the output; the
+other keys of a row are other lanes' and warps'. So nobody knows a row's maximum of a tile, nor has
+to: as long as no score exceeds the row's maximum so far by more than the policy's threshold, that
+one stays. All warps are asked whether any score does, and only then maxima are exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import select_ as select
+from cutlass._mlir.dialects import llvm  # noqa: F401
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from flash_attn_fp8.kernels.cached.attend import is_masked
+from flash_attn_fp8.kernels.cached.context import Context
+from flash_attn_fp8.kernels.cached.load import INDEX, numbers_view
+from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER, meet
+from flash_attn_fp8.kernels.cached.warpgroup.products import (
+    Shared,
+    Tiles,
+    add_values,
+    ask_for_scores,
+    new_tiles,
+    take_values,
+    word_of,
+)
+from flash_attn_fp8.kernels.dtypes import NEG_INF
+from flash_attn_fp8.kernels.encode import packed
+from flash_attn_fp8.kernels.online import capped, raised
+from flash_attn_fp8.kernels.ptx import asm, once_if
+
+
+class State(NamedTuple):
+    """Of a lane's rows, (row of two, eight): maxima, and sums over the lane's keys."""
+
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+    tiles: Tiles
+    shared: Shared
+
+
+def new_state(ctx: Context, memory: Shared) -> State:
+    """Before the first key."""
+    layout = cute.make_layout((2, ctx.geometry.row_tiles))
+    state = State(
+        cute.make_rmem_tensor(layout, Float32),
+        cute.make_rmem_tensor(layout, Float32),
+        new_tiles(ctx, memory),
+        memory,
+    )
+    state.row_max.fill(NEG_INF)
+    state.row_sum.fill(0.0)
+    return state
+
+
+@cute.jit
+def attend_tile(ctx: Context, queries, factors, state: cutlass.Constexpr, n_block, stage):
+    """The tile of `n_block`, which is in a stage of the ring."""
+    t = state.tiles
+    ask_for_scores(ctx, t, stage)
+    take_values(ctx, t, stage)
+    scales = _scales_of_keys(ctx, stage)
+    warpgroup.wait_group(0)
+    _to_log2(ctx, t.s, factors, scales)
+    for _ in cutlass.range(once_if(_is_masked(ctx, n_block, stage)), unroll=1):
+        _mask(ctx, t.s, n_block, stage)
+    exceeds = _any_of_group(GROUP_BARRIER + ctx.key_warp, _exceeds(ctx, state))
+    for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
+        _raise_maxima(ctx, state)
+    _exponentiate(ctx, state, scales)
+    cute.arch.fence_view_async_shared()
+    meet(ctx)
+    add_values(ctx, t)
+    warpgroup.wait_group(0)
+
+
+def _key_in_tile(ctx, half: int):
+    return ctx.m_warp * 16 + half * 8 + ctx.lane // 4
+
+
+class _Scales(NamedTuple):
+    """Of a lane's two keys: K's, log2 of V's and one over V's; None where there are none."""
+
+    k: tuple | None
+    v_log2: tuple | None
+    v_inverse: tuple | None
+
+
+def _scales_of_keys(ctx, stage) -> _Scales:
+    found = []
+    for kind, per_token in enumerate(ctx.geometry.scales_per_token):
+        values = None
+        if per_token:
+            view = numbers_view(ctx, stage, kind, Float32)
+            keys = [_key_in_tile(ctx, half) for half in range(2)]
+            values = tuple(view[key % 2, key // 2] for key in keys)
+        found.append(values)
+    k, v = found
+    if v is None:
+        return _Scales(k, None, None)
+    # A key that does not count has scale 0, and P 0. Where a scale is NaN, P of the rows
+    # that see its key is NaN already, and that of the others 0.
+    inverse = tuple(select(x > 0.0, cute.arch.rcp_approx(x), Float32(0.0)) for x in v)
+    return _Scales(k, tuple(cute.math.log2(x, fastmath=True) for x in v), inverse)
+
+
+@cute.jit
+def _to_log2(ctx, s, factors, scales: cutlass.Constexpr):
+    """Scores in log2 units, V's scales included."""
+    for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                x = s[i + 2 * half + 4 * eight]
+                if const_expr(scales.k is not None):
+                    x = x * scales.k[half]
+                x = x * factors[i, eight]
+                if const_expr(ctx.traits.softcap):
+                    x = capped(x, ctx.scalars.softcap)
+                if const_expr(scales.v_log2 is not None):
+                    x = x + scales.v_log2[half]
+                s[i + 2 * half + 4 * eight] = x
+
+
+@cute.jit
+def _is_masked(ctx, n_block, stage):
+    """Whether some row may not see some key of the tile."""
+    return is_masked(ctx, n_block)
+
+
+@cute.jit
+def _mask(ctx, s, n_block, stage):
+    """Keys that a row does not see become -inf."""
+    first, last = ctx.work.first, ctx.work.last
+    keys = [_key(ctx, n_block, stage, half) for half in range(2)]
+    for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
+        for i in cutlass.range_constexpr(2):
+            row = ctx.work.row + eight * 8 + ctx.lane % 4 * 2 + i
+            lo, hi = ctx.visible(row // ctx.traits.q_heads_per_kv_head)
+            if const_expr(ctx.traits.selection is None):
+                lo, hi = cutlass.max(lo, first), cutlass.min(hi, last)
+            else:
+                lo = cutlass.max(lo, 0)  # -1: a key that does not count
+            for half in cutlass.range_constexpr(2):
+                sees = (keys[half] >= lo) & (keys[half] < hi)
+                number = i + 2 * half + 4 * eight
+                s[number] = select(sees, s[number], NEG_INF)
+
+
+def _key(ctx, n_block, stage, half: int):
+    """The number of a key in its sequence."""
+    key = _key_in_tile(ctx, half)
+    if ctx.traits.selection is not None:
+        return numbers_view(ctx, stage, INDEX, Int32)[key % 2, key // 2]
+    return n_block * ctx.spec.tile.n_block + key
+
+
+@cute.jit
+def _exceeds(ctx, state: cutlass.Constexpr):
+    """Whether a score of the lane exceeds its row's maximum by more than is allowed, or is NaN."""
+    s = state.tiles.s
+    within = Boolean(True)
+    for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
+        for i in cutlass.range_constexpr(2):
+            highest = cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
+            limit = state.row_max[i, eight] + Float32(ctx.traits.policy.rescale_threshold)
+            within = within & (highest <= limit)
+    return select(within, Int32(0), Int32(1))
+
+
+@dsl_user_op
+def _any_of_group(barrier, flag, *, loc=None, ip=None) -> Int32:
+    """Whether any thread of the group has a flag; a barrier of the group."""
+    text = """{ .reg .pred p, q; setp.ne.b32 p, $2, 0;
+barrier.cta.red.or.pred q, $1, 128, p; selp.b32 $0, 1, 0, q; }"""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, flag)]
+    return Int32(asm(T.i32(), operands, text, "=r,r,r,~{memory}", loc, ip, side_effects=True))
+
+
+@cute.jit
+def _raise_maxima(ctx, state: cutlass.Constexpr):
+    """Exchange the tile's maxima; rows that lag too far get theirs, and what they have follows."""
+    g, s = ctx.geometry, state.tiles.s
+    maxima = row_numbers(ctx, state.shared, 0)
+    for eight in cutlass.range_constexpr(g.row_tiles):
+        for i in cutlass.range_constexpr(2):
+            highest = cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
+            for apart in cutlass.range_constexpr(2, 5):
+                other = cute.arch.shuffle_sync_bfly(highest, 1 << apart)
+                highest = cute.arch.fmax(highest, other, nan=True)
+            if ctx.lane < 4:
+                maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp] = highest
+    meet(ctx)
+    for eight in cutlass.range_constexpr(g.row_tiles):
+        for i in cutlass.range_constexpr(2):
+            row = eight * 8 + ctx.lane % 4 * 2 + i
+            highest = maxima[row, 0]
+            for warp in cutlass.range_constexpr(1, 4):
+                highest = cute.arch.fmax(highest, maxima[row, warp], nan=True)
+            row_max, rescale = raised(ctx.traits.policy, state.row_max[i, eight], highest)
+            state.row_max[i, eight] = row_max
+            state.row_sum[i, eight] = state.row_sum[i, eight] * rescale
+            for o in state.tiles.o:
+                for half in cutlass.range_constexpr(2):
+                    number = i + 2 * half + 4 * eight
+                    o[number] = o[number] * rescale
+
+
+@cute.jit
+def _exponentiate(ctx, state: cutlass.Constexpr, scales: cutlass.Constexpr):
+    """P = 2 ** (x - m + offset) to shared memory; sums of P without V's scales."""
+    g, policy, s = ctx.geometry, ctx.traits.policy, state.tiles.s
+    p = cute.make_tensor(
+        cute.recast_ptr(state.shared.p, dtype=Uint32), cute.make_layout(g.p_bytes // 4)
+    )
+    for eight in cutlass.range_constexpr(g.row_tiles):
+        for i in cutlass.range_constexpr(2):
+            row_max = state.row_max[i, eight]
+            top = select(row_max == NEG_INF, Float32(0.0), row_max)
+            shift = Float32(policy.max_offset) - top
+            for half in cutlass.range_constexpr(2):
+                number = i + 2 * half + 4 * eight
+                s[number] = cute.math.exp2(s[number] + shift, fastmath=True)
+                of_sum = s[number]
+                if const_expr(scales.v_inverse is not None):
+                    of_sum = of_sum * scales.v_inverse[half]
+                state.row_sum[i, eight] = state.row_sum[i, eight] + of_sum
+        row = eight * 8 + ctx.lane % 4 * 2
+        for half in cutlass.range_constexpr(2):
+            first = 2 * half + 4 * eight
+            word = packed(policy.p_format, [s[first], s[first + 1]])
+            p[word_of(g, row, _key_in_tile(ctx, half), True)] = word
+
+
+def row_numbers(ctx, memory: Shared, which: int):
+    """(row, warp) of this group: its maxima (0) or sums (1)."""
+    g = ctx.geometry
+    start = cute.recast_ptr(memory.numbers, dtype=Float32)
+    start = start + g.rows * (1 + 4 * which) + ctx.key_warp * (8 * g.rows)
+    return cute.make_tensor(start, cute.make_layout((g.rows, 4)))
+
+
+def row_factors(ctx, memory: Shared):
+    """(row,) factors of scores, and in the end of output."""
+    start = cute.recast_ptr(memory.numbers, dtype=Float32)
+    return cute.make_tensor(start, cute.make_layout(ctx.geometry.rows))

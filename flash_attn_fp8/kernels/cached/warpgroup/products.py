@@ -1,0 +1,182 @@
+"""The two products of a warpgroup and their operands.
+
+    S (keys, rows) = K Q^T      A: codes of K, widened in registers; B: queries in shared memory
+    O (columns, rows) += V^T P  A: codes of V, widened in registers; B: P in shared memory
+
+Keys are the rows of the first product, and columns of V those of the second, so that codes never
+pass through shared memory again once they are 16 bits wide, and rows may be any eights. In shared
+memory rows are in eights as well: 8 x 16 bytes one after another, without a swizzle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Uint16, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from flash_attn_fp8.kernels.cached.attend import operand_b
+from flash_attn_fp8.kernels.cached.context import Context
+from flash_attn_fp8.kernels.cached.geometry import CHUNK
+from flash_attn_fp8.kernels.cached.load import chunk_at, ring_view
+from flash_attn_fp8.kernels.cached.products import interleaved
+from flash_attn_fp8.kernels.cached.warpgroup.geometry import KEYS
+from flash_attn_fp8.kernels.codes import pairs
+from flash_attn_fp8.kernels.dtypes import DTYPES
+from flash_attn_fp8.kernels.sm90.context import multiply, shared, words_of
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory besides the rings; `p` of this group. Numbers of rows: see `Numbers`."""
+
+    q: cute.Pointer
+    p: cute.Pointer
+    numbers: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Operands and accumulators of a warpgroup's lane.
+
+    `k` and `v` in registers, `q` and `p` as descriptors of shared memory. Of `s`, numbers
+    (i, half, eight): key 16 warp + 8 half + lane // 4, row 8 eight + 2 (lane % 4) + i. Of `o`, a
+    tensor for each 64 columns, alike: column (lane's first) + 2 product + half.
+    """
+
+    geometry: Any
+    q: Any
+    p: Any
+    k: Any
+    v: tuple
+    s: Any
+    o: tuple
+
+    @property
+    def qk(self):
+        return _product(self.geometry, OperandMajorMode.K)
+
+    @property
+    def pv(self):
+        return _product(self.geometry, OperandMajorMode.MN)
+
+
+def _product(g, major):
+    d = DTYPES[g.mma_format]
+    return hopper.make_trivial_tiled_mma(
+        *(d, d, OperandMajorMode.K, major, Float32, (1, 1, 1), (KEYS, g.rows)),
+        a_source=warpgroup.OperandSource.RMEM,
+    )
+
+
+def new_tiles(ctx: Context, memory: Shared) -> Tiles:
+    """Before the first key."""
+    g = ctx.geometry
+    d = DTYPES[g.mma_format]
+    head_dim = g.spec.traits.head_dim
+    qk, pv = _product(g, OperandMajorMode.K), _product(g, OperandMajorMode.MN)
+    q = shared(cute.recast_ptr(memory.q, dtype=d), _eights(d, "K", (g.rows, head_dim, 1)))
+    p = shared(cute.recast_ptr(memory.p, dtype=d), _eights(d, "MN", (g.rows, KEYS, 1)))
+    accumulator = pv.partition_shape_C((KEYS, g.rows))
+    t = Tiles(
+        g,
+        q=qk.make_fragment_B(qk.get_slice(0).partition_B(q)),
+        p=pv.make_fragment_B(pv.get_slice(0).partition_B(p)),
+        k=cute.make_rmem_tensor(qk.partition_shape_A((KEYS, head_dim)), d),
+        v=tuple(
+            cute.make_rmem_tensor(pv.partition_shape_A((KEYS, KEYS)), d)
+            for _ in range(g.v_products)
+        ),
+        s=cute.make_rmem_tensor(accumulator, Float32),
+        o=tuple(cute.make_rmem_tensor(accumulator, Float32) for _ in range(g.v_products)),
+    )
+    for o in t.o:
+        o.fill(0.0)
+    return t
+
+
+def _eights(dtype, major: str, shape):
+    kind = getattr(warpgroup.SmemLayoutAtomKind, f"{major}_INTER")
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=(0, 1, 2))
+
+
+def word_of(g, row, column, along_rows: bool):
+    """Which 32-bit word of queries or P has two elements from (row, column) on.
+
+    `along_rows`: they are of neighbouring rows (P), else of neighbouring columns (queries).
+    """
+    within = column % 8 * 8 + row % 8 if along_rows else row % 8 * 8 + column % 8
+    return (column // 8 * (8 * g.rows) + row // 8 * 64 + within) // 2
+
+
+@cute.jit
+def ask_for_scores(ctx: Context, t: cutlass.Constexpr, stage):
+    """Start S of the tile in a stage."""
+    g = ctx.geometry
+    fmt, element = ctx.traits.kv_format, g.element
+    k, target = ring_view(ctx, stage, g.k, 0), words_of(t.k)
+    words = cute.make_rmem_tensor(cute.make_layout((g.k.words, 1)), Uint32)
+    for half in cutlass.range_constexpr(2):
+        row = ctx.m_warp * 16 + half * 8 + ctx.lane // 4
+        for block in cutlass.range_constexpr(g.k.vectors):
+            vector = chunk_at(ctx, g.k, row, block * 4 + ctx.lane % 4)
+            cute.autovec_copy(k[None, vector, row], words[None, 0])
+            for i in cutlass.range_constexpr(g.k.words // element):
+                step = block * (g.k.words // element) + i
+                low, high = operand_b(ctx, fmt, words, i, 0)
+                target[4 * step + half], target[4 * step + 2 + half] = low, high
+    multiply(t.qk, t.s, t.k, t.q, 0)
+
+
+@cute.jit
+def take_values(ctx: Context, t: cutlass.Constexpr, stage):
+    """V of the tile in a stage, transposed, in registers."""
+    g = ctx.geometry
+    targets = [words_of(v) for v in t.v]
+    dtype = Uint16 if const_expr(g.v.share == 2) else Uint32
+    count = max(g.v.share // 4, 1)
+    read = cute.make_rmem_tensor(cute.make_layout((count, 2)), dtype)
+    for pair in cutlass.range_constexpr(KEYS // 8):
+        for i in cutlass.range_constexpr(2):
+            row = pair * 8 + ctx.lane % 4 * 2 + i
+            part = _part_of_row(ctx, stage, row, dtype, count)
+            cute.autovec_copy(part, read[None, i])
+        step, half = pair // 2, pair % 2
+        columns = _columns(ctx, read)
+        for column in cutlass.range_constexpr(g.columns):
+            targets[column // 2][4 * step + 2 * half + column % 2] = columns[column]
+
+
+def _columns(ctx, read):
+    """Of a lane's parts of two rows, (word, row): for each column the numbers of the two keys."""
+    fmt, mixed = ctx.traits.kv_format, []
+    for word in range(read.shape[0]):
+        mixed += interleaved(fmt, Uint32(read[word, 0]), Uint32(read[word, 1]))
+    return [word for x in mixed for word in pairs(fmt, ctx.spec.has_fp8, x)]
+
+
+def _part_of_row(ctx, stage, row, dtype, count: int):
+    """A lane's part of a row of V, in its place in shared memory."""
+    g = ctx.geometry
+    slot = ctx.key_warp * g.spec.tile.stages + stage
+    first = (ctx.m_warp * 8 + ctx.lane // 4) * g.v.share
+    at = chunk_at(ctx, g.v, row, first // CHUNK) * CHUNK + first % CHUNK
+    offset = slot * g.tile_bytes + KEYS * g.k.row_bytes + row * g.v.row_bytes + at
+    start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset // (dtype.width // 8)
+    return cute.make_tensor(start.align(g.v.share), cute.make_layout(count))
+
+
+@cute.jit
+def add_values(ctx: Context, t: cutlass.Constexpr):
+    """Start O += V^T P."""
+    warpgroup.fence()
+    for n in cutlass.range_constexpr(ctx.geometry.v_products):
+        mma = t.pv
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        for step in cutlass.range_constexpr(KEYS // 16):
+            cute.gemm(mma, t.o[n], t.v[n][None, None, step], t.p[None, None, step, 0], t.o[n])
+    warpgroup.commit_group()

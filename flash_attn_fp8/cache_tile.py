@@ -11,6 +11,7 @@ decode has (up to 64).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from flash_attn_fp8.specs import ROWS_PER_MMA, WARP, CacheTile, WarpgroupTile
@@ -22,7 +23,8 @@ _FEWEST_STAGES, _ENOUGH_STAGES, _MOST_STAGES = 2, 3, 6
 _REGISTERS = 128  # of a thread, that queries and output may take
 _REGISTERS_OF_THREAD, _REGISTERS_OF_SM = 255, 1 << 16
 _LARGE_MEMORY = 160 * 1024  # from here on two CTAs share a multiprocessor
-_EXTEND_N_BLOCK = 32
+_ROWS_OF_WARPGROUP = 32  # more would fill the registers of a thread
+_KEY_WARPGROUPS = 2
 
 
 @lru_cache(maxsize=1024)
@@ -82,11 +84,11 @@ def warpgroup_tile_for(
     rows: int, head_dim: int, head_dim_v: int, element: int, shared_memory: int
 ) -> WarpgroupTile:
     """The tile of warpgroups for so many rows, up to `DECODE_ROWS`."""
-    rows = -(-rows // 8) * 8
-    groups, keys = 2, 64
-    two = rows <= 16 and head_dim_v <= 128
-    budget = shared_memory // (2 if two else 1) - _MISCELLANY
-    left = budget - 2 * rows * (head_dim + groups * keys) - 4 * rows * (1 + 8 * groups)
-    key_bytes = (head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS
-    stages = left // (groups * keys * key_bytes)
-    return WarpgroupTile(rows, groups, max(_FEWEST_STAGES, min(stages, _MOST_STAGES)))
+    row_groups = 1 if rows <= _ROWS_OF_WARPGROUP else 2
+    rows = -(-rows // (8 * row_groups)) * 8
+    tile = WarpgroupTile(rows, row_groups, _KEY_WARPGROUPS, _FEWEST_STAGES)
+    keys = tile.key_warps * tile.n_block
+    left = shared_memory // (2 // row_groups) - _MISCELLANY
+    left -= tile.block_m * (2 * head_dim + 2 * keys + 4 * (1 + 8 * tile.key_warps))
+    stages = left // (keys * ((head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS))
+    return replace(tile, stages=max(_FEWEST_STAGES, min(stages, _MOST_STAGES)))

@@ -155,21 +155,27 @@ class CacheTile:
 class WarpgroupTile:
     """How a CTA of the cache kernel divides them where warpgroups multiply, by `wgmma` (SM90).
 
-    `key_warps` warpgroups take `n_block` keys in turn, as the rows of a product whose columns are
-    all `rows` rows of the CTA: 8 to 64, in eights. Each has a ring of `stages` tiles.
+    A warpgroup takes `n_block` keys at a time, as the rows of a product whose columns are its
+    `rows` rows: 8 to 32, in eights. `row_groups` warpgroups of different rows share a ring of
+    `stages` tiles; `key_warps` such groups take key tiles in turn.
     """
 
     rows: int
+    row_groups: int
     key_warps: int
     stages: int
     n_block: int = 64  # what one product has
-    m_warps: int = 4
     m_tiles: int = 1
+
+    @property
+    def m_warps(self) -> int:
+        """Warps that share a ring."""
+        return 4 * self.row_groups
 
     @property
     def block_m(self) -> int:
         """Rows of a CTA."""
-        return self.rows
+        return self.rows * self.row_groups
 
 
 ROWS_PER_MMA = 16  # of mma.m16n8k16

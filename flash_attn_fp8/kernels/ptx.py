@@ -33,16 +33,28 @@ def kept(pointer, *, loc=None, ip=None):
     return cute.make_ptr(pointer.dtype, same, space, assumed_align=alignment, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def mad_wide(a, b, c, *, loc=None, ip=None) -> Int64:
+    """a * b + c, of numbers of 32 bits without a sign and one of 64: one instruction.
+
+    ptxas makes three of products of 64 bits, whose upper halves it does not know to be zero.
+    """
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    operands.append(Int64(c).ir_value(loc=loc, ip=ip))
+    return Int64(asm(T.i64(), operands, "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l", loc, ip))
+
+
 def once_if(condition: Boolean) -> Int32:
     """1 or 0, as the number of rounds of a loop that stands for a branch.
 
     ptxas predicates a branch of some hundred instructions, so that they are issued even where none
     is wanted. It must not see that there are two cases.
     """
-    return _opaque(select(condition, Int32(1), Int32(0)))
+    return opaque(select(condition, Int32(1), Int32(0)))
 
 
 @dsl_user_op
-def _opaque(x: Int32, *, loc=None, ip=None) -> Int32:
+def opaque(x: Int32, *, loc=None, ip=None) -> Int32:
+    """x, of which compilers know nothing: what is computed with it stays behind this place."""
     operands = [Int32(x).ir_value(loc=loc, ip=ip)]
     return Int32(asm(T.i32(), operands, "mov.b32 $0, $1;", "=r,r", loc, ip, side_effects=True))

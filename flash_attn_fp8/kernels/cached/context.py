@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
+from flash_attn_fp8.kernels.ptx import mad_wide
 from flash_attn_fp8.kernels.sequences import band, keys_of, queries_of
 from flash_attn_fp8.problem import Traits
 from flash_attn_fp8.specs import ROWS_PER_MMA, TILE
@@ -37,11 +38,24 @@ class Work(NamedTuple):
     last: Int32
 
 
+class Divisors(NamedTuple):
+    """What numbers of CTAs and tokens are divided by: a division by any other takes its time."""
+
+    heads: cute.FastDivmodDivisorV2
+    splits: cute.FastDivmodDivisorV2
+    m_blocks: cute.FastDivmodDivisorV2
+    page_size: cute.FastDivmodDivisorV2
+
+    def of_page(self, token):
+        """(page, slot in it) of a token."""
+        return tuple(Int32(part) for part in divmod(Uint32(token), self.page_size))
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows, or scales, of one KV head: addresses by page and slot. Strides in bytes.
 
-    A slot's has 32 bits, so that a product is one instruction; what is the same for all keys of
+    A slot's has 32 bits, so that its product is one instruction; what is the same for all keys of
     the work is in `start`.
     """
 
@@ -66,8 +80,9 @@ class Rows:
         return cls(start, page_stride, Int32(strides[first] * size))
 
     def address(self, page, within):
-        """Of a row."""
-        return self.start + Int64(page) * self.page_stride + Int64(within) * Int64(self.stride)
+        """Of a row; `page` None: there are none."""
+        start = self.start if page is None else self.start + Int64(page) * self.page_stride
+        return mad_wide(within, self.stride, start)
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,7 @@ class Context:
     out_dtype: object
     tensors: Tensors
     scalars: Scalars
+    divisors: Divisors
     work: Work
     k: Rows
     v: Rows
@@ -114,17 +130,24 @@ class Context:
         return lo, select(token < self.work.seqlen_q, hi, Int32(0))
 
 
+def m_blocks_of(spec, scalars: Scalars):
+    """CTAs along the rows of a KV head."""
+    rows = scalars.max_seqlen_q * spec.traits.q_heads_per_kv_head
+    return cute.ceil_div(rows, spec.tile.block_m)
+
+
 @cute.jit
-def work_of(geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, index: Int32) -> Work:
+def work_of(
+    geometry: cutlass.Constexpr, t: Tensors, scalars: Scalars, divisors: Divisors, index: Int32
+) -> Work:
     """The work of CTA number `index`: KV heads are neighbours, whose scales share sectors."""
-    spec = geometry.spec
-    traits, block_m = spec.traits, spec.tile.block_m
-    heads = t.k.shape[len(t.k.shape) - 2]
-    m_blocks = cute.ceil_div(scalars.max_seqlen_q * traits.q_heads_per_kv_head, block_m)
-    kv_head, rest = index % heads, index // heads
-    split, rest = rest % scalars.num_splits, rest // scalars.num_splits
-    # Causal: the last rows see most keys, so they come first.
-    m_block, batch = m_blocks - 1 - rest % m_blocks, rest // m_blocks
+    block_m = geometry.spec.tile.block_m
+    m_blocks = m_blocks_of(geometry.spec, scalars)
+    rest, kv_head = divmod(Uint32(index), divisors.heads)
+    rest, split = divmod(rest, divisors.splits)
+    batch, m_block = (Int32(part) for part in divmod(rest, divisors.m_blocks))
+    kv_head, split = Int32(kv_head), Int32(split)
+    m_block = m_blocks - 1 - m_block  # causal: the last rows see most keys, so they come first
     offset_q, seqlen_q, extent_q = queries_of(t, batch)
     offset_k, seqlen_k = keys_of(t, t.k.shape[1], batch)
     row = m_block * block_m

@@ -9,11 +9,11 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.cached.attend import attend_tile, new_state
-from flash_attn_fp8.kernels.cached.context import Context, Rows, work_of
+from flash_attn_fp8.kernels.cached.context import Context, Divisors, Rows, m_blocks_of, work_of
 from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.merge import finish, scale_of
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
@@ -42,15 +42,16 @@ class CacheForward:
     @cute.jit
     def __call__(self, tensors: Tensors, scalars: Scalars, stream):
         """Host code: the launch."""
-        group, tile = self.spec.traits.q_heads_per_kv_head, self.spec.tile
         batch = tensors.q.shape[0]
         if const_expr(tensors.cu_seqlens_q is not None):
             batch = tensors.cu_seqlens_q.shape[0] - 1
         heads = tensors.k.shape[len(tensors.k.shape) - 2]
-        m_blocks = cute.ceil_div(scalars.max_seqlen_q * group, tile.block_m)
+        m_blocks = m_blocks_of(self.spec, scalars)
         ctas = heads * m_blocks * scalars.num_splits * batch
+        by = heads, scalars.num_splits, m_blocks, tensors.k.shape[1]
+        divisors = Divisors(*(cute.FastDivmodDivisorV2(Uint32(x)) for x in by))
         self.kernel.set_name_prefix("flash_attn_fp8_cache_forward")
-        self.kernel(tensors, scalars).launch(
+        self.kernel(tensors, scalars, divisors).launch(
             grid=(cutlass.max(ctas, 1), 1, 1),
             block=(self.geometry.threads, 1, 1),
             min_blocks_per_mp=self.geometry.ctas if self.in_warpgroups else 0,
@@ -59,15 +60,16 @@ class CacheForward:
         )
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, scalars: Scalars):
+    def kernel(self, tensors: Tensors, scalars: Scalars, divisors: Divisors):
         """Device code."""
         if const_expr(self.spec.split and self.spec.overlaps):
             cute.arch.griddepcontrol_launch_dependents()  # they wait for this grid's end
-        ctx = self._context(tensors, scalars)
+        ctx = self._context(tensors, scalars, divisors)
         if const_expr(self.in_warpgroups):
             state = warpgroup_attend.new_state(ctx, self._shared)
-            each_tile(ctx, partial(self._share_queries, self._shared),
-                      warpgroup_attend.attend_tile, state)
+            each_tile(
+                ctx, partial(self._share_queries, self._shared), warpgroup_attend.attend_tile, state
+            )
             warpgroup_finish.finish(ctx, state)
         else:
             state = new_state(ctx)
@@ -91,21 +93,17 @@ class CacheForward:
             dtype=ctx.out_dtype,
         )
 
-    def _context(self, tensors, scalars) -> Context:
+    def _context(self, tensors, scalars, divisors) -> Context:
         g = self.geometry
         smem = SmemAllocator()
         rings = smem.allocate_array(cutlass.Uint8, g.rings_bytes, byte_alignment=128)
         queries = None
         if self.in_warpgroups:
-            q = smem.allocate_array(cutlass.Uint8, g.q_bytes, byte_alignment=128)
-            p = smem.allocate_array(cutlass.Uint8, g.p_bytes * g.spec.tile.key_warps, byte_alignment=128)
-            numbers = smem.allocate_array(cutlass.Uint8, 4 * g.row_numbers * g.rows, byte_alignment=128)
+            self._shared = Shared.allocated(smem, g)
         elif g.q_in_shared_memory:
             queries = smem.allocate_array(cutlass.Uint8, g.q_bytes, byte_alignment=128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if self.in_warpgroups:
-            self._shared = Shared(q, p + warp // 4 * g.p_bytes, numbers)
-        work = work_of(g, tensors, scalars, cute.arch.block_idx()[0])
+        work = work_of(g, tensors, scalars, divisors, cute.arch.block_idx()[0])
         paged = tensors.page_table is not None
         per_token = g.scales_per_token
         scales = [
@@ -117,6 +115,7 @@ class CacheForward:
             out_dtype=DTYPES[self.spec.out_format],
             tensors=tensors,
             scalars=scalars,
+            divisors=divisors,
             work=work,
             k=Rows.of(tensors.k, work, 3, paged),
             v=Rows.of(tensors.v, work, 3, paged),

@@ -8,17 +8,15 @@ not count are filled with zeros: what lies in unused slots is never read.
 
 from __future__ import annotations
 
-from functools import partial
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass import select_ as select
 from cutlass.cutlass_dsl import dsl_user_op
 
-from flash_attn_fp8.kernels.cached.context import Context
+from flash_attn_fp8.kernels.cached.context import Context, Rows
 from flash_attn_fp8.kernels.cached.geometry import CHUNK, Operand
-from flash_attn_fp8.kernels.ptx import asm
+from flash_attn_fp8.kernels.ptx import asm, mad_wide
 from flash_attn_fp8.specs import WARP
 
 INDEX = 2  # of a key's numbers in shared memory, behind K's scale and V's
@@ -41,7 +39,7 @@ def choose(ctx: Context, n_block: Int32, place):
         for number in cutlass.range_constexpr(place.shape[1]):
             entry = _counted(ctx, _key(ctx, n_block, number))
             if const_expr(ctx.traits.selection == "pages"):
-                entry = entry // Int32(ctx.tensors.k.shape[1])
+                entry, _ = ctx.divisors.of_page(entry)
             place[_CHOSEN, number] = chosen[entry]
 
 
@@ -57,9 +55,7 @@ def locate(ctx: Context, n_block: Int32, place):
                 token = cutlass.max(token, 0)
             place[_WITHIN, number] = token
             if const_expr(ctx.tensors.page_table is not None):
-                page_size = Int32(ctx.tensors.k.shape[1])
-                page = token // page_size
-                place[_WITHIN, number] = token - page * page_size
+                page, place[_WITHIN, number] = ctx.divisors.of_page(token)
                 # Nothing is done with it here, or the warp would wait.
                 place[_PAGE, number] = ctx.tensors.page_table[ctx.work.batch, page]
 
@@ -84,8 +80,8 @@ def _chosen_token(ctx, key, chosen):
     token = chosen
     counts = (key >= ctx.work.first) & (key < ctx.work.last) & (chosen >= 0)
     if const_expr(ctx.traits.selection == "pages"):
-        page_size = Int32(ctx.tensors.k.shape[1])
-        token = chosen * page_size + _counted(ctx, key) % page_size
+        _, within = ctx.divisors.of_page(_counted(ctx, key))
+        token = chosen * Int32(ctx.tensors.k.shape[1]) + within
         # The tokens of a page far past the end have positions of more than 32 bits.
         counts = counts & (chosen < Int32(ctx.tensors.page_table.shape[1]))
     counts = counts & (token < ctx.work.seqlen_k)
@@ -99,55 +95,83 @@ def copy_tile(ctx: Context, n_block: Int32, stage: Int32, place):
     base = ctx.rings.toint() + (ctx.key_warp * g.spec.tile.stages + stage) * g.tile_bytes
     of_v = base + g.spec.tile.n_block * g.k.row_bytes
     numbers = of_v + g.spec.tile.n_block * g.v.row_bytes
-    if const_expr(g.k.chunks == g.v.chunks):
-        _copy_rows(ctx, g.k.chunks, ((g.k, ctx.k, base), (g.v, ctx.v, of_v)), n_block, place)
-    else:
-        _copy_rows(ctx, g.k.chunks, ((g.k, ctx.k, base),), n_block, place)
-        _copy_rows(ctx, g.v.chunks, ((g.v, ctx.v, of_v),), n_block, place)
+    for operand, rows, target in ((g.k, ctx.k, base), (g.v, ctx.v, of_v)):
+        _copy_rows(ctx, operand, rows, target, n_block, place)
     _copy_numbers(ctx, numbers, n_block, place)
 
 
 @cute.jit
-def _copy_rows(ctx, chunks: cutlass.Constexpr, operands: cutlass.Constexpr, n_block, place):
+def _copy_rows(ctx, operand: cutlass.Constexpr, rows: cutlass.Constexpr, target, n_block, place):
+    """Each thread has the same chunk of some rows, or one after another where that is not whole."""
+    chunks, threads = operand.chunks, ctx.geometry.group_threads
     total = ctx.spec.tile.n_block * chunks
-    threads = ctx.geometry.group_threads
     thread = ctx.m_warp * WARP + ctx.lane
+    known = _addresses(ctx, rows, n_block, place)
     for first in cutlass.range_constexpr(0, total, threads):
-        number = first + thread
-        row, chunk = number // chunks, number % chunks
+        row, chunk, swizzled_by = _row_and_chunk(first, thread, threads, chunks)
         key = n_block * ctx.spec.tile.n_block + row
-        counts, page, within = _place_of(ctx, key, partial(_asked, place, row))
+        counts, address = _source(ctx, rows, key, known, place, row)
         used = select(counts, Int32(CHUNK), Int32(0))
-        for operand, rows, base in operands:
-            target = base + row * operand.row_bytes + chunk_at(ctx, operand, row, chunk) * CHUNK
-            address = rows.address(page, within) + chunk * CHUNK
-            if const_expr(total % threads == 0) or number < total:
-                copy_async(target, address, used, CHUNK)
+        at = row * operand.row_bytes + chunk_at(ctx, operand, swizzled_by, chunk) * CHUNK
+        if const_expr(total % threads == 0) or first + thread < total:
+            copy_async(target + at, mad_wide(chunk, CHUNK, address), used, CHUNK)
 
 
-def _place_of(ctx, key, told):
-    """(whether a key counts, its page, its slot), of which `told(what)` is known."""
-    counts = (key >= ctx.work.first) & (key < ctx.work.last)
-    page, within = Int32(0), _counted(ctx, key)
-    if _has_places(ctx):
-        within = told(_WITHIN)
-    if ctx.tensors.page_table is not None:
-        page = told(_PAGE)
+def _row_and_chunk(first: int, thread, threads: int, chunks: int):
+    """Of a tile, for copy number `first + thread`; and a number with the row's last three bits."""
+    if threads % chunks:
+        number = first + thread
+        row = number // chunks
+        return row, number % chunks, row
+    before, row = first // chunks, thread // chunks
+    return before + row, thread % chunks, (before + row if before % 8 else row)
+
+
+def _addresses(ctx, rows: Rows, n_block, place):
+    """Of a lane's own keys; None where keys lie one after another."""
+    if not _has_places(ctx):
+        return None
+    found = []
+    for number in range(place.shape[1]):
+        _, page, within = _place_of(ctx, _key(ctx, n_block, number), place, number)
+        found.append(rows.address(page, within))
+    return found
+
+
+def _source(ctx, rows: Rows, key, known, place, row):
+    """(whether a key counts, its address), which the lane of key number `row` of the tile knows."""
+    if known is None:
+        return _counts(ctx, key), rows.address(None, cutlass.min(key, ctx.work.last - 1))
+    counts = _counts(ctx, key)
     if ctx.traits.selection is not None:
-        counts = told(_TOKEN) >= 0
-    # The id of a key that does not count may be anything.
-    return counts, select(counts, page, Int32(0)), within
+        counts = _asked([place[_TOKEN, i] for i in range(len(known))], row) >= 0
+    low, high = (_asked([Int32(x >> by) for x in known], row) for by in (0, 32))
+    return counts, Int64(Uint32(low)) | Int64(high) << 32
 
 
-def _asked(place, row, what: int):
+def _asked(known: list, row):
     """What the lane of key number `row` of the tile knows."""
-    answers = [cute.arch.shuffle_sync(place[what, i], row % WARP) for i in range(place.shape[1])]
+    answers = [cute.arch.shuffle_sync(x, row % WARP) for x in known]
     return answers[0] if len(answers) == 1 else select(row < WARP, answers[0], answers[1])
 
 
-def _known(place, number: int, what: int):
-    """What a lane knows of its own key."""
-    return place[what, number]
+def _counts(ctx, key):
+    """Whether a key of the tile is among those of the work."""
+    below = key < ctx.work.last
+    return below & (key >= ctx.work.first) if ctx.traits.bounded_left else below
+
+
+def _place_of(ctx, key, place, number: int):
+    """(whether a lane's key counts, its page or None, its slot)."""
+    counts, page, within = _counts(ctx, key), None, _counted(ctx, key)
+    if _has_places(ctx):
+        within = place[_WITHIN, number]
+    if ctx.traits.selection is not None:
+        counts = place[_TOKEN, number] >= 0
+    if ctx.tensors.page_table is not None:
+        # The id of a key that does not count may be anything.
+        page = select(counts, place[_PAGE, number], Int32(0))
+    return counts, page, within
 
 
 def chunk_at(ctx, operand: Operand, row, chunk):
@@ -171,21 +195,23 @@ def chunk_at(ctx, operand: Operand, row, chunk):
 def _copy_numbers(ctx, base, n_block, place):
     """Scales and indices of the tile's keys, as (K's scale, V's scale, index) arrays."""
     keys, per_token = ctx.spec.tile.n_block, ctx.geometry.scales_per_token
-    if const_expr(any(per_token) or ctx.traits.selection is not None):
-        if ctx.m_warp == 0:
+    for kind, rows in enumerate((ctx.k_scales, ctx.v_scales)):
+        if const_expr(per_token[kind]):
+            if ctx.m_warp == kind % ctx.spec.tile.m_warps:
+                for number in cutlass.range_constexpr(place.shape[1]):
+                    key = number * WARP + ctx.lane
+                    counts, page, within = _place_of(ctx, _key(ctx, n_block, number), place, number)
+                    used = select(counts, Int32(4), Int32(0))
+                    if const_expr(keys % WARP == 0) or key < keys:
+                        copy_async(
+                            base + (kind * keys + key) * 4, rows.address(page, within), used, 4
+                        )
+    if const_expr(ctx.traits.selection is not None):
+        if ctx.m_warp == 2 % ctx.spec.tile.m_warps:
             for number in cutlass.range_constexpr(place.shape[1]):
                 key = number * WARP + ctx.lane
                 if key < keys:
-                    counts, page, within = _place_of(
-                        ctx, _key(ctx, n_block, number), partial(_known, place, number)
-                    )
-                    used = select(counts, Int32(4), Int32(0))
-                    for kind, rows in enumerate((ctx.k_scales, ctx.v_scales)):
-                        if const_expr(per_token[kind]):
-                            target = base + (kind * keys + key) * 4
-                            copy_async(target, rows.address(page, within), used, 4)
-                    if const_expr(ctx.traits.selection is not None):
-                        store_shared(base + (INDEX * keys + key) * 4, place[_TOKEN, number])
+                    store_shared(base + (INDEX * keys + key) * 4, place[_TOKEN, number])
 
 
 @dsl_user_op

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass import select_ as select
 from cutlass._mlir.dialects import llvm  # noqa: F401
 from cutlass.cute.nvgpu import warpgroup
@@ -21,24 +21,33 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from flash_attn_fp8.kernels.cached.attend import is_masked
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import INDEX, numbers_view
-from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER, meet
+from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER
 from flash_attn_fp8.kernels.cached.warpgroup.products import (
     Shared,
     Tiles,
     add_values,
     ask_for_scores,
     new_tiles,
+    row_group,
     take_values,
+    warpgroup_number,
     word_of,
+    words_of_p,
 )
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import packed
 from flash_attn_fp8.kernels.online import capped, raised
-from flash_attn_fp8.kernels.ptx import asm, once_if
+from flash_attn_fp8.kernels.ptx import asm, once_if, opaque
+from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
+
+LOWEST = -(2.0**127)  # of scores: the maximum of a row that saw no key
 
 
 class State(NamedTuple):
-    """Of a lane's rows, (row of two, eight): maxima, and sums over the lane's keys."""
+    """Of a lane's rows, (row of two, eight): maxima, and sums over the lane's keys.
+
+    The maximum of a row that saw no key is `LOWEST`: finite, so that -inf less it is -inf.
+    """
 
     row_max: cute.Tensor
     row_sum: cute.Tensor
@@ -55,7 +64,7 @@ def new_state(ctx: Context, memory: Shared) -> State:
         new_tiles(ctx, memory),
         memory,
     )
-    state.row_max.fill(NEG_INF)
+    state.row_max.fill(LOWEST)
     state.row_sum.fill(0.0)
     return state
 
@@ -65,24 +74,29 @@ def attend_tile(ctx: Context, queries, factors, state: cutlass.Constexpr, n_bloc
     """The tile of `n_block`, which is in a stage of the ring."""
     t = state.tiles
     ask_for_scores(ctx, t, stage)
-    take_values(ctx, t, stage)
     scales = _scales_of_keys(ctx, stage)
     warpgroup.wait_group(0)
     _to_log2(ctx, t.s, factors, scales)
     for _ in cutlass.range(once_if(_is_masked(ctx, n_block, stage)), unroll=1):
         _mask(ctx, t.s, n_block, stage)
-    exceeds = _any_of_group(GROUP_BARRIER + ctx.key_warp, _exceeds(ctx, state))
+    exceeds = _any_of_warpgroup(_barrier(ctx), _exceeds(ctx, state))
     for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
         _raise_maxima(ctx, state)
     _exponentiate(ctx, state, scales)
+    take_values(ctx, t, stage)
     cute.arch.fence_view_async_shared()
-    meet(ctx)
+    cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
     add_values(ctx, t)
     warpgroup.wait_group(0)
 
 
+def _barrier(ctx):
+    """Of the warpgroup; those before are of all that share a ring."""
+    return GROUP_BARRIER + ctx.spec.tile.key_warps + warpgroup_number(ctx)
+
+
 def _key_in_tile(ctx, half: int):
-    return ctx.m_warp * 16 + half * 8 + ctx.lane // 4
+    return ctx.m_warp % 4 * 16 + half * 8 + ctx.lane // 4
 
 
 class _Scales(NamedTuple):
@@ -114,13 +128,15 @@ def _scales_of_keys(ctx, stage) -> _Scales:
 @cute.jit
 def _to_log2(ctx, s, factors, scales: cutlass.Constexpr):
     """Scores in log2 units, V's scales included."""
+    of_rows = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
+        cute.autovec_copy(factors[None, eight], of_rows)
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(2):
                 x = s[i + 2 * half + 4 * eight]
                 if const_expr(scales.k is not None):
                     x = x * scales.k[half]
-                x = x * factors[i, eight]
+                x = x * of_rows[i]
                 if const_expr(ctx.traits.softcap):
                     x = capped(x, ctx.scalars.softcap)
                 if const_expr(scales.v_log2 is not None):
@@ -138,10 +154,13 @@ def _is_masked(ctx, n_block, stage):
 def _mask(ctx, s, n_block, stage):
     """Keys that a row does not see become -inf."""
     first, last = ctx.work.first, ctx.work.last
+    # Or this would be computed for every tile, a round of a loop or not, and kept in registers.
+    first_row = opaque(ctx.work.row) + row_group(ctx) * ctx.geometry.rows
+    n_block = opaque(n_block)
     keys = [_key(ctx, n_block, stage, half) for half in range(2)]
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         for i in cutlass.range_constexpr(2):
-            row = ctx.work.row + eight * 8 + ctx.lane % 4 * 2 + i
+            row = first_row + row_of_lane(ctx, eight, i)
             lo, hi = ctx.visible(row // ctx.traits.q_heads_per_kv_head)
             if const_expr(ctx.traits.selection is None):
                 lo, hi = cutlass.max(lo, first), cutlass.min(hi, last)
@@ -175,10 +194,10 @@ def _exceeds(ctx, state: cutlass.Constexpr):
 
 
 @dsl_user_op
-def _any_of_group(barrier, flag, *, loc=None, ip=None) -> Int32:
+def _any_of_warpgroup(barrier, flag, *, loc=None, ip=None) -> Int32:
     """Whether any thread of the group has a flag; a barrier of the group."""
-    text = """{ .reg .pred p, q; setp.ne.b32 p, $2, 0;
-barrier.cta.red.or.pred q, $1, 128, p; selp.b32 $0, 1, 0, q; }"""
+    text = f"""{{ .reg .pred p, q; setp.ne.b32 p, $2, 0;
+barrier.cta.red.or.pred q, $1, {WARPGROUP}, p; selp.b32 $0, 1, 0, q; }}"""
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, flag)]
     return Int32(asm(T.i32(), operands, text, "=r,r,r,~{memory}", loc, ip, side_effects=True))
 
@@ -195,11 +214,11 @@ def _raise_maxima(ctx, state: cutlass.Constexpr):
                 other = cute.arch.shuffle_sync_bfly(highest, 1 << apart)
                 highest = cute.arch.fmax(highest, other, nan=True)
             if ctx.lane < 4:
-                maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp] = highest
-    meet(ctx)
+                maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp % 4] = highest
+    cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
-            row = eight * 8 + ctx.lane % 4 * 2 + i
+            row = row_of_lane(ctx, eight, i)
             highest = maxima[row, 0]
             for warp in cutlass.range_constexpr(1, 4):
                 highest = cute.arch.fmax(highest, maxima[row, warp], nan=True)
@@ -216,14 +235,10 @@ def _raise_maxima(ctx, state: cutlass.Constexpr):
 def _exponentiate(ctx, state: cutlass.Constexpr, scales: cutlass.Constexpr):
     """P = 2 ** (x - m + offset) to shared memory; sums of P without V's scales."""
     g, policy, s = ctx.geometry, ctx.traits.policy, state.tiles.s
-    p = cute.make_tensor(
-        cute.recast_ptr(state.shared.p, dtype=Uint32), cute.make_layout(g.p_bytes // 4)
-    )
+    p = words_of_p(ctx, state.shared)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
-            row_max = state.row_max[i, eight]
-            top = select(row_max == NEG_INF, Float32(0.0), row_max)
-            shift = Float32(policy.max_offset) - top
+            shift = Float32(policy.max_offset) - state.row_max[i, eight]
             for half in cutlass.range_constexpr(2):
                 number = i + 2 * half + 4 * eight
                 s[number] = cute.math.exp2(s[number] + shift, fastmath=True)
@@ -231,7 +246,7 @@ def _exponentiate(ctx, state: cutlass.Constexpr, scales: cutlass.Constexpr):
                 if const_expr(scales.v_inverse is not None):
                     of_sum = of_sum * scales.v_inverse[half]
                 state.row_sum[i, eight] = state.row_sum[i, eight] + of_sum
-        row = eight * 8 + ctx.lane % 4 * 2
+        row = row_of_lane(ctx, eight, 0)
         for half in cutlass.range_constexpr(2):
             first = 2 * half + 4 * eight
             word = packed(policy.p_format, [s[first], s[first + 1]])
@@ -239,14 +254,19 @@ def _exponentiate(ctx, state: cutlass.Constexpr, scales: cutlass.Constexpr):
 
 
 def row_numbers(ctx, memory: Shared, which: int):
-    """(row, warp) of this group: its maxima (0) or sums (1)."""
+    """(row, warp) of this warpgroup: its maxima (0) or sums (1)."""
     g = ctx.geometry
-    start = cute.recast_ptr(memory.numbers, dtype=Float32)
-    start = start + g.rows * (1 + 4 * which) + ctx.key_warp * (8 * g.rows)
+    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.spec.tile.block_m
+    start = start + (warpgroup_number(ctx) * 2 + which) * (4 * g.rows)
     return cute.make_tensor(start, cute.make_layout((g.rows, 4)))
 
 
 def row_factors(ctx, memory: Shared):
-    """(row,) factors of scores, and in the end of output."""
+    """(row of the CTA,) factors of scores, and in the end of output."""
     start = cute.recast_ptr(memory.numbers, dtype=Float32)
-    return cute.make_tensor(start, cute.make_layout(ctx.geometry.rows))
+    return cute.make_tensor(start, cute.make_layout(ctx.spec.tile.block_m))
+
+
+def row_of_lane(ctx, eight: int, i: int):
+    """A row of a lane's warpgroup."""
+    return eight * 8 + ctx.lane % 4 * 2 + i

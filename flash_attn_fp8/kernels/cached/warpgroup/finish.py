@@ -9,7 +9,13 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.merge import output_factor, output_row, write_lse
-from flash_attn_fp8.kernels.cached.warpgroup.attend import row_factors, row_numbers
+from flash_attn_fp8.kernels.cached.warpgroup.attend import (
+    LOWEST,
+    row_factors,
+    row_numbers,
+    row_of_lane,
+)
+from flash_attn_fp8.kernels.cached.warpgroup.products import row_group
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.online import finished, sink_logit
 
@@ -37,15 +43,21 @@ def _share_sums(ctx, state: cutlass.Constexpr):
                 total = total + cute.arch.shuffle_sync_bfly(total, 1 << apart)
             if ctx.lane < 4:
                 row = eight * 8 + ctx.lane * 2 + i
-                maxima[row, ctx.m_warp], sums[row, ctx.m_warp] = state.row_max[i, eight], total
+                row_max = state.row_max[i, eight]
+                row_max = select(row_max == LOWEST, NEG_INF, row_max)
+                maxima[row, ctx.m_warp % 4], sums[row, ctx.m_warp % 4] = row_max, total
 
 
 def _of_all(ctx, memory):
-    """(row, warp, maximum or sum, group)."""
+    """(row, warp, maximum or sum, group) of the warpgroups that have the same rows."""
     g = ctx.geometry
-    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.rows
-    groups = g.spec.tile.key_warps
-    return cute.make_tensor(start, cute.make_layout((g.rows, 4, 2, groups)))
+    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.spec.tile.block_m
+    start = start + row_group(ctx) * (8 * g.rows)
+    layout = cute.make_layout(
+        (g.rows, 4, 2, g.spec.tile.key_warps),
+        stride=(1, g.rows, 4 * g.rows, 8 * g.rows * g.spec.tile.row_groups),
+    )
+    return cute.make_tensor(start, layout)
 
 
 @cute.jit
@@ -69,8 +81,8 @@ def _parts(ctx):
     """(column, row, group) of partial output."""
     g = ctx.geometry
     layout = cute.make_layout(
-        (g.head_dim_v, g.rows, g.spec.tile.key_warps),
-        stride=(1, g.part_stride, g.part_stride * g.rows),
+        (g.head_dim_v, g.spec.tile.block_m, g.spec.tile.key_warps),
+        stride=(1, g.part_stride, g.part_stride * g.spec.tile.block_m),
     )
     return cute.make_tensor(cute.recast_ptr(ctx.rings, dtype=Float32), layout)
 
@@ -80,21 +92,22 @@ def _share_output(ctx, state: cutlass.Constexpr):
     """Each group's O in units of the common maximum; what normalises a row, and its LSE."""
     g = ctx.geometry
     of_rows, parts = row_factors(ctx, state.shared), _parts(ctx)
-    first = (ctx.m_warp * 8 + ctx.lane // 4) * g.columns
+    first = (ctx.m_warp % 4 * 8 + ctx.lane // 4) * g.columns
     mine = cute.make_rmem_tensor(cute.make_layout(g.columns), Float32)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
-            row = eight * 8 + ctx.lane % 4 * 2 + i
+            row = row_of_lane(ctx, eight, i)
             highest, total = _merged(ctx, state.shared, row)
             finite = select(highest == NEG_INF, Float32(0.0), highest)
             weight = cute.math.exp2(state.row_max[i, eight] - finite, fastmath=True)
             for column in cutlass.range_constexpr(g.columns):
                 o = state.tiles.o[column // 2]
                 mine[column] = o[i + column % 2 * 2 + 4 * eight] * weight
-            target = cute.logical_divide(parts[None, row, ctx.key_warp],
-                                         cute.make_layout(g.columns))
+            row = row + row_group(ctx) * g.rows
+            target = parts[None, row, ctx.key_warp]
+            target = cute.logical_divide(target, cute.make_layout(g.columns))
             cute.autovec_copy(mine, target[None, first // g.columns])
-            if (ctx.key_warp == 0) & (ctx.m_warp == 0) & (ctx.lane < 4):
+            if (ctx.key_warp == 0) & (ctx.m_warp % 4 == 0) & (ctx.lane < 4):
                 of_rows[row] = _normalizer(ctx, row, highest, total)
 
 
@@ -120,9 +133,9 @@ def _store(ctx, state: cutlass.Constexpr):
     """Sum over the groups, in their order."""
     g = ctx.geometry
     of_rows, parts = row_factors(ctx, state.shared), _parts(ctx)
-    thread = (ctx.key_warp * 4 + ctx.m_warp) * 32 + ctx.lane
+    thread = cute.arch.thread_idx()[0]
     per_row = g.head_dim_v // _COLUMNS
-    total = per_row * g.rows
+    total = per_row * g.spec.tile.block_m
     for first in cutlass.range_constexpr(0, total, g.threads):
         number = first + thread
         row, part = number // per_row, number % per_row

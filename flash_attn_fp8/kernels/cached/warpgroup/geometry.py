@@ -25,8 +25,8 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def rows(self) -> int:
-        """Of the CTA."""
-        return self.spec.tile.block_m
+        """Of a warpgroup."""
+        return self.spec.tile.rows
 
     @property
     def row_tiles(self) -> int:
@@ -49,17 +49,22 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def q_bytes(self) -> int:
+        """Of a warpgroup."""
         return 2 * self.rows * self.spec.traits.head_dim
 
     @property
     def p_bytes(self) -> int:
-        """Of a group."""
+        """Of a warpgroup."""
         return 2 * self.rows * KEYS
 
     @property
+    def warpgroups(self) -> int:
+        return self.spec.tile.row_groups * self.spec.tile.key_warps
+
+    @property
     def row_numbers(self) -> int:
-        """Numbers of 32 bits of a row: its factor, and of each group maxima and sums of 4 warps."""
-        return 1 + 8 * self.spec.tile.key_warps
+        """Of 32 bits: a factor of each row, and from each warpgroup maxima and sums of 4 warps."""
+        return self.spec.tile.block_m + 8 * self.rows * self.warpgroups
 
     @property
     def part_stride(self) -> int:
@@ -68,7 +73,7 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def parts_bytes(self) -> int:
-        return 4 * self.spec.tile.key_warps * self.rows * self.part_stride
+        return 4 * self.warpgroups * self.rows * self.part_stride
 
     @property
     def rings_bytes(self) -> int:
@@ -76,5 +81,5 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def ctas(self) -> int:
-        """That are to fit a multiprocessor's registers."""
-        return 2 if self.rows <= 16 and self.head_dim_v <= 128 else 1
+        """That are to fit a multiprocessor's registers: 128 a thread."""
+        return 4 // self.warpgroups

@@ -23,7 +23,7 @@ _FEWEST_STAGES, _ENOUGH_STAGES, _MOST_STAGES = 2, 3, 6
 _REGISTERS = 128  # of a thread, that queries and output may take
 _REGISTERS_OF_THREAD, _REGISTERS_OF_SM = 255, 1 << 16
 _LARGE_MEMORY = 160 * 1024  # from here on two CTAs share a multiprocessor
-_ROWS_OF_WARPGROUP = 32  # more would fill the registers of a thread
+_ROWS_OF_WARPGROUP = 64  # more would fill the registers of a thread
 _KEY_WARPGROUPS = 2
 
 
@@ -88,7 +88,7 @@ def warpgroup_tile_for(
     rows = -(-rows // (8 * row_groups)) * 8
     tile = WarpgroupTile(rows, row_groups, _KEY_WARPGROUPS, _FEWEST_STAGES)
     keys = tile.key_warps * tile.n_block
-    left = shared_memory // (2 // row_groups) - _MISCELLANY
+    left = shared_memory // (2 if rows <= 32 else 1) - _MISCELLANY
     left -= tile.block_m * (2 * head_dim + 2 * keys + 4 * (1 + 8 * tile.key_warps))
     stages = left // (keys * ((head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS))
     return replace(tile, stages=max(_FEWEST_STAGES, min(stages, _MOST_STAGES)))

@@ -56,7 +56,8 @@ def new_state(ctx: Context) -> State:
 
 
 @cute.jit
-def attend_tile(ctx, queries, factors, state, n_block, stage):
+def attend_tile(ctx, queries, factors, state, n_block, stage, before):
+    """A tile's keys: scores, probabilities, and what they add to the output."""
     s = _scores(ctx, queries, stage)
     _to_probabilities(ctx, s, factors, state, n_block, stage)
     _accumulate(ctx, s, state.o, stage)

@@ -18,7 +18,7 @@ from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.merge import finish, scale_of
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.cached.queries import load_queries, shared_queries
-from flash_attn_fp8.kernels.cached.walk import each_tile
+from flash_attn_fp8.kernels.cached.walk import Visits, each_tile
 from flash_attn_fp8.kernels.cached.warpgroup import attend as warpgroup_attend
 from flash_attn_fp8.kernels.cached.warpgroup import finish as warpgroup_finish
 from flash_attn_fp8.kernels.cached.warpgroup.geometry import WarpgroupGeometry
@@ -67,13 +67,12 @@ class CacheForward:
         ctx = self._context(tensors, scalars, divisors)
         if const_expr(self.in_warpgroups):
             state = warpgroup_attend.new_state(ctx, self._shared)
-            each_tile(
-                ctx, partial(self._share_queries, self._shared), warpgroup_attend.attend_tile, state
-            )
+            queries = partial(self._share_queries, self._shared)
+            each_tile(ctx, queries, warpgroup_attend.visits(ctx), state)
             warpgroup_finish.finish(ctx, state)
         else:
             state = new_state(ctx)
-            each_tile(ctx, self._queries, attend_tile, state)
+            each_tile(ctx, self._queries, Visits(attend_tile), state)
             finish(ctx, state)
         if const_expr(self.spec.traits.q_layout == "varlen"):
             if cute.arch.warp_idx() == 0:

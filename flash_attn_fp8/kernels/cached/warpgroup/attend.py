@@ -14,14 +14,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass import select_ as select
-from cutlass._mlir.dialects import llvm  # noqa: F401
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from flash_attn_fp8.kernels.cached.attend import is_masked
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import INDEX, numbers_view
-from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER
+from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER, Visits
 from flash_attn_fp8.kernels.cached.warpgroup.products import (
     Shared,
     Tiles,
@@ -69,25 +68,76 @@ def new_state(ctx: Context, memory: Shared) -> State:
     return state
 
 
+def visits(ctx: Context) -> Visits:
+    """How a group visits its tiles."""
+    if ctx.geometry.overlaps:
+        return Visits(_overlapped, first=_first, last=_last)
+    return Visits(_in_sequence)
+
+
 @cute.jit
-def attend_tile(ctx: Context, queries, factors, state: cutlass.Constexpr, n_block, stage):
-    """The tile of `n_block`, which is in a stage of the ring."""
+def _in_sequence(ctx, queries, factors, state, n_block, stage, before):
+    """A tile from its scores to its output; K and V have the same registers."""
     t = state.tiles
     ask_for_scores(ctx, t, stage)
     scales = _scales_of_keys(ctx, stage)
     warpgroup.wait_group(0)
-    _to_log2(ctx, t.s, factors, scales)
-    for _ in cutlass.range(once_if(_is_masked(ctx, n_block, stage)), unroll=1):
-        _mask(ctx, t.s, n_block, stage)
+    _to_log2(ctx, t.s, factors, scales, n_block, stage)
+    _to_probabilities(ctx, state, scales)
+    take_values(ctx, t, stage)
+    _publish(ctx)
+    add_values(ctx, t)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def _first(ctx, queries, factors, state, n_block, stage):
+    """Scores and P of the first tile."""
+    ask_for_scores(ctx, state.tiles, stage)
+    scales = _scales_of_keys(ctx, stage)
+    warpgroup.wait_group(0)
+    _to_log2(ctx, state.tiles.s, factors, scales, n_block, stage)
+    _to_probabilities(ctx, state, scales)
+    _publish(ctx)
+
+
+@cute.jit
+def _overlapped(ctx, queries, factors, state, n_block, stage, before):
+    """Scores of a tile while V of the one before is widened, and P V while they are scaled."""
+    t = state.tiles
+    ask_for_scores(ctx, t, stage)
+    take_values(ctx, t, before)
+    add_values(ctx, t)
+    scales = _scales_of_keys(ctx, stage)
+    warpgroup.wait_group(1)
+    _to_log2(ctx, t.s, factors, scales, n_block, stage)
+    warpgroup.wait_group(0)
+    _to_probabilities(ctx, state, scales)
+    _publish(ctx)
+
+
+@cute.jit
+def _last(ctx, state, stage):
+    """The output of the last tile."""
+    take_values(ctx, state.tiles, stage)
+    add_values(ctx, state.tiles)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def _to_probabilities(ctx, state, scales: cutlass.Constexpr):
+    """S becomes P in shared memory; nobody of the warpgroup reads the P before any more."""
     exceeds = _any_of_warpgroup(_barrier(ctx), _exceeds(ctx, state))
     for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
         _raise_maxima(ctx, state)
     _exponentiate(ctx, state, scales)
-    take_values(ctx, t, stage)
+
+
+@cute.jit
+def _publish(ctx):
+    """P of all warps is where the tensor core reads it."""
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
-    add_values(ctx, t)
-    warpgroup.wait_group(0)
 
 
 def _barrier(ctx):
@@ -126,8 +176,8 @@ def _scales_of_keys(ctx, stage) -> _Scales:
 
 
 @cute.jit
-def _to_log2(ctx, s, factors, scales: cutlass.Constexpr):
-    """Scores in log2 units, V's scales included."""
+def _to_log2(ctx, s, factors, scales: cutlass.Constexpr, n_block, stage):
+    """Scores in log2 units, V's scales included; -inf where a row does not see the key."""
     of_rows = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         cute.autovec_copy(factors[None, eight], of_rows)
@@ -142,12 +192,8 @@ def _to_log2(ctx, s, factors, scales: cutlass.Constexpr):
                 if const_expr(scales.v_log2 is not None):
                     x = x + scales.v_log2[half]
                 s[i + 2 * half + 4 * eight] = x
-
-
-@cute.jit
-def _is_masked(ctx, n_block, stage):
-    """Whether some row may not see some key of the tile."""
-    return is_masked(ctx, n_block)
+    for _ in cutlass.range(once_if(is_masked(ctx, n_block)), unroll=1):
+        _mask(ctx, s, n_block, stage)
 
 
 @cute.jit
@@ -181,7 +227,7 @@ def _key(ctx, n_block, stage, half: int):
 
 
 @cute.jit
-def _exceeds(ctx, state: cutlass.Constexpr):
+def _exceeds(ctx, state):
     """Whether a score of the lane exceeds its row's maximum by more than is allowed, or is NaN."""
     s = state.tiles.s
     within = Boolean(True)
@@ -203,7 +249,7 @@ barrier.cta.red.or.pred q, $1, {WARPGROUP}, p; selp.b32 $0, 1, 0, q; }}"""
 
 
 @cute.jit
-def _raise_maxima(ctx, state: cutlass.Constexpr):
+def _raise_maxima(ctx, state):
     """Exchange the tile's maxima; rows that lag too far get theirs, and what they have follows."""
     g, s = ctx.geometry, state.tiles.s
     maxima = row_numbers(ctx, state.shared, 0)
@@ -232,7 +278,7 @@ def _raise_maxima(ctx, state: cutlass.Constexpr):
 
 
 @cute.jit
-def _exponentiate(ctx, state: cutlass.Constexpr, scales: cutlass.Constexpr):
+def _exponentiate(ctx, state, scales: cutlass.Constexpr):
     """P = 2 ** (x - m + offset) to shared memory; sums of P without V's scales."""
     g, policy, s = ctx.geometry, ctx.traits.policy, state.tiles.s
     p = words_of_p(ctx, state.shared)

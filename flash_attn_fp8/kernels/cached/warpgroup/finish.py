@@ -23,7 +23,7 @@ _COLUMNS = 8  # that a thread stores at once
 
 
 @cute.jit
-def finish(ctx: Context, state: cutlass.Constexpr):
+def finish(ctx: Context, state):
     """Write output and LSE of the CTA's rows."""
     cute.arch.sync_threads()  # rings and maxima are no longer in use
     _share_sums(ctx, state)
@@ -34,7 +34,7 @@ def finish(ctx: Context, state: cutlass.Constexpr):
 
 
 @cute.jit
-def _share_sums(ctx, state: cutlass.Constexpr):
+def _share_sums(ctx, state):
     maxima, sums = (row_numbers(ctx, state.shared, which) for which in range(2))
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         for i in cutlass.range_constexpr(2):
@@ -88,7 +88,7 @@ def _parts(ctx):
 
 
 @cute.jit
-def _share_output(ctx, state: cutlass.Constexpr):
+def _share_output(ctx, state):
     """Each group's O in units of the common maximum; what normalises a row, and its LSE."""
     g = ctx.geometry
     of_rows, parts = row_factors(ctx, state.shared), _parts(ctx)
@@ -129,7 +129,7 @@ def _token(ctx, row):
 
 
 @cute.jit
-def _store(ctx, state: cutlass.Constexpr):
+def _store(ctx, state):
     """Sum over the groups, in their order."""
     g = ctx.geometry
     of_rows, parts = row_factors(ctx, state.shared), _parts(ctx)

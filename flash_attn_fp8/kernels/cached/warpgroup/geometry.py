@@ -81,5 +81,13 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def ctas(self) -> int:
-        """That are to fit a multiprocessor's registers: 128 a thread."""
-        return 4 // self.warpgroups
+        """That are to fit a multiprocessor's registers."""
+        return 1 if self.overlaps else 2
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a tile's output is made beside the next one's scores.
+
+        Registers for both are there where only one CTA fits a multiprocessor anyway.
+        """
+        return self.rows > 32

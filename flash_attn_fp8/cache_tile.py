@@ -23,7 +23,7 @@ _FEWEST_STAGES, _ENOUGH_STAGES, _MOST_STAGES = 2, 3, 6
 _REGISTERS = 128  # of a thread, that queries and output may take
 _REGISTERS_OF_THREAD, _REGISTERS_OF_SM = 255, 1 << 16
 _LARGE_MEMORY = 160 * 1024  # from here on two CTAs share a multiprocessor
-_ROWS_OF_WARPGROUP = 64  # more would fill the registers of a thread
+_ROWS_OF_TWO_CTAS = 32  # whose warpgroups do with 128 registers a thread
 _KEY_WARPGROUPS = 2
 
 
@@ -80,15 +80,17 @@ def _query_bytes(head_dim: int, head_dim_v: int, m_tiles: int) -> int:
     return 0 if fits else 2 * ROWS_PER_MMA * m_tiles * head_dim
 
 
+@lru_cache(maxsize=1024)
 def warpgroup_tile_for(
     rows: int, head_dim: int, head_dim_v: int, element: int, shared_memory: int
 ) -> WarpgroupTile:
-    """The tile of warpgroups for so many rows, up to `DECODE_ROWS`."""
-    row_groups = 1 if rows <= _ROWS_OF_WARPGROUP else 2
-    rows = -(-rows // (8 * row_groups)) * 8
-    tile = WarpgroupTile(rows, row_groups, _KEY_WARPGROUPS, _FEWEST_STAGES)
+    """The tile of warpgroups for so many rows; beyond `DECODE_ROWS` equal parts of them."""
+    parts = -(-rows // DECODE_ROWS)
+    rows = -(-rows // (8 * parts)) * 8
+    ctas = 2 if rows <= _ROWS_OF_TWO_CTAS else 1
+    tile = WarpgroupTile(rows, _KEY_WARPGROUPS, _FEWEST_STAGES, ctas)
     keys = tile.key_warps * tile.n_block
-    left = shared_memory // (2 if rows <= 32 else 1) - _MISCELLANY
-    left -= tile.block_m * (2 * head_dim + 2 * keys + 4 * (1 + 8 * tile.key_warps))
+    left = shared_memory // ctas - _MISCELLANY
+    left -= rows * (2 * head_dim + 2 * keys + 4 * (1 + 8 * tile.key_warps))
     stages = left // (keys * ((head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS))
     return replace(tile, stages=max(_FEWEST_STAGES, min(stages, _MOST_STAGES)))

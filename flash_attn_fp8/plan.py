@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from flash_attn_fp8.cache_tile import DECODE_ROWS, tile_for, warpgroup_tile_for
+from flash_attn_fp8.cache_tile import tile_for, warpgroup_tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS, FP16
 from flash_attn_fp8.policy import POLICIES, Fp8Policy
@@ -362,10 +362,7 @@ def _cache_tile(problem: Problem, target: Target) -> CacheTile | WarpgroupTile:
     traits = problem.traits
     rows = problem.sizes.seqlen_q * traits.q_heads_per_kv_head
     element = FORMATS[traits.kv_format].bits // 8
-    choose = tile_for
-    fits = traits.head_dim_v in (64, 128) and traits.head_dim <= 192
-    if target.arch == SM90 and rows <= DECODE_ROWS and element == 1 and fits:
-        choose = warpgroup_tile_for
+    choose = warpgroup_tile_for if _in_warpgroups(traits, target) else tile_for
     return choose(
         rows,
         traits.head_dim,
@@ -373,6 +370,16 @@ def _cache_tile(problem: Problem, target: Target) -> CacheTile | WarpgroupTile:
         element,
         SHARED_MEMORY[target.arch],
     )
+
+
+def _in_warpgroups(traits: Traits, target: Target) -> bool:
+    """Whether warpgroups multiply in the cache kernel: over codes, where V's columns fill them.
+
+    16 bits are not widened, and bound by memory with `mma.sync` as well.
+    """
+    of_codes = FORMATS[traits.kv_format].bits == 8
+    fits = traits.head_dim <= 192 and traits.head_dim_v in (64, 128)
+    return target.arch == SM90 and of_codes and fits
 
 
 def _tiled(problem: Problem, target: Target, split: Split) -> TiledSpec:

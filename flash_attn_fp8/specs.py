@@ -155,27 +155,23 @@ class CacheTile:
 class WarpgroupTile:
     """How a CTA of the cache kernel divides them where warpgroups multiply, by `wgmma` (SM90).
 
-    A warpgroup takes `n_block` keys at a time, as the rows of a product whose columns are its
-    `rows` rows: 8 to 32, in eights. `row_groups` warpgroups of different rows share a ring of
-    `stages` tiles; `key_warps` such groups take key tiles in turn.
+    A warpgroup takes `n_block` keys at a time, as the rows of a product whose columns are all
+    `rows` rows of the CTA: 8 to 64, in eights. `key_warps` of them take key tiles in turn, each
+    with a ring of `stages` tiles. `ctas` are to fit a multiprocessor's registers.
     """
 
     rows: int
-    row_groups: int
     key_warps: int
     stages: int
+    ctas: int
     n_block: int = 64  # what one product has
+    m_warps: int = 4
     m_tiles: int = 1
-
-    @property
-    def m_warps(self) -> int:
-        """Warps that share a ring."""
-        return 4 * self.row_groups
 
     @property
     def block_m(self) -> int:
         """Rows of a CTA."""
-        return self.rows * self.row_groups
+        return self.rows
 
 
 ROWS_PER_MMA = 16  # of mma.m16n8k16

@@ -56,7 +56,7 @@ def new_state(ctx: Context) -> State:
 
 
 @cute.jit
-def attend_tile(ctx, queries, factors, state, n_block, stage, before):
+def attend_tile(ctx, queries, factors, state, n_block, stage):
     """A tile's keys: scores, probabilities, and what they add to the output."""
     s = _scores(ctx, queries, stage)
     _to_probabilities(ctx, s, factors, state, n_block, stage)

@@ -18,7 +18,7 @@ from flash_attn_fp8.kernels.cached.geometry import CacheGeometry
 from flash_attn_fp8.kernels.cached.merge import finish, scale_of
 from flash_attn_fp8.kernels.cached.operands import Scalars, Tensors
 from flash_attn_fp8.kernels.cached.queries import load_queries, shared_queries
-from flash_attn_fp8.kernels.cached.walk import Visits, each_tile
+from flash_attn_fp8.kernels.cached.walk import each_tile
 from flash_attn_fp8.kernels.cached.warpgroup import attend as warpgroup_attend
 from flash_attn_fp8.kernels.cached.warpgroup import finish as warpgroup_finish
 from flash_attn_fp8.kernels.cached.warpgroup.geometry import WarpgroupGeometry
@@ -54,7 +54,7 @@ class CacheForward:
         self.kernel(tensors, scalars, divisors).launch(
             grid=(cutlass.max(ctas, 1), 1, 1),
             block=(self.geometry.threads, 1, 1),
-            min_blocks_per_mp=self.geometry.ctas if self.in_warpgroups else 0,
+            min_blocks_per_mp=self.spec.tile.ctas if self.in_warpgroups else 0,
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -68,11 +68,11 @@ class CacheForward:
         if const_expr(self.in_warpgroups):
             state = warpgroup_attend.new_state(ctx, self._shared)
             queries = partial(self._share_queries, self._shared)
-            each_tile(ctx, queries, warpgroup_attend.visits(ctx), state)
+            each_tile(ctx, queries, warpgroup_attend.attend_tile, state)
             warpgroup_finish.finish(ctx, state)
         else:
             state = new_state(ctx)
-            each_tile(ctx, self._queries, Visits(attend_tile), state)
+            each_tile(ctx, self._queries, attend_tile, state)
             finish(ctx, state)
         if const_expr(self.spec.traits.q_layout == "varlen"):
             if cute.arch.warp_idx() == 0:

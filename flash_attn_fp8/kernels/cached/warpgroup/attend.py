@@ -20,16 +20,14 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from flash_attn_fp8.kernels.cached.attend import is_masked
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import INDEX, numbers_view
-from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER, Visits
+from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER
 from flash_attn_fp8.kernels.cached.warpgroup.products import (
     Shared,
     Tiles,
     add_values,
     ask_for_scores,
     new_tiles,
-    row_group,
     take_values,
-    warpgroup_number,
     word_of,
     words_of_p,
 )
@@ -68,85 +66,38 @@ def new_state(ctx: Context, memory: Shared) -> State:
     return state
 
 
-def visits(ctx: Context) -> Visits:
-    """How a group visits its tiles."""
-    if ctx.geometry.overlaps:
-        return Visits(_overlapped, first=_first, last=_last)
-    return Visits(_in_sequence)
-
-
 @cute.jit
-def _in_sequence(ctx, queries, factors, state, n_block, stage, before):
-    """A tile from its scores to its output; K and V have the same registers."""
+def attend_tile(ctx, queries, factors, state, n_block, stage):
+    """A tile's keys: scores, probabilities, and what they add to the output.
+
+    K and V have the same registers, one after the other, so that two CTAs fit a multiprocessor:
+    one's products run beside the other's softmax.
+    """
     t = state.tiles
     ask_for_scores(ctx, t, stage)
     scales = _scales_of_keys(ctx, stage)
     warpgroup.wait_group(0)
-    _to_log2(ctx, t.s, factors, scales, n_block, stage)
-    _to_probabilities(ctx, state, scales)
-    take_values(ctx, t, stage)
-    _publish(ctx)
-    add_values(ctx, t)
-    warpgroup.wait_group(0)
-
-
-@cute.jit
-def _first(ctx, queries, factors, state, n_block, stage):
-    """Scores and P of the first tile."""
-    ask_for_scores(ctx, state.tiles, stage)
-    scales = _scales_of_keys(ctx, stage)
-    warpgroup.wait_group(0)
-    _to_log2(ctx, state.tiles.s, factors, scales, n_block, stage)
-    _to_probabilities(ctx, state, scales)
-    _publish(ctx)
-
-
-@cute.jit
-def _overlapped(ctx, queries, factors, state, n_block, stage, before):
-    """Scores of a tile while V of the one before is widened, and P V while they are scaled."""
-    t = state.tiles
-    ask_for_scores(ctx, t, stage)
-    take_values(ctx, t, before)
-    add_values(ctx, t)
-    scales = _scales_of_keys(ctx, stage)
-    warpgroup.wait_group(1)
-    _to_log2(ctx, t.s, factors, scales, n_block, stage)
-    warpgroup.wait_group(0)
-    _to_probabilities(ctx, state, scales)
-    _publish(ctx)
-
-
-@cute.jit
-def _last(ctx, state, stage):
-    """The output of the last tile."""
-    take_values(ctx, state.tiles, stage)
-    add_values(ctx, state.tiles)
-    warpgroup.wait_group(0)
-
-
-@cute.jit
-def _to_probabilities(ctx, state, scales: cutlass.Constexpr):
-    """S becomes P in shared memory; nobody of the warpgroup reads the P before any more."""
+    _to_log2(ctx, t.s, factors, scales)
+    for _ in cutlass.range(once_if(is_masked(ctx, n_block)), unroll=1):
+        _mask(ctx, t.s, n_block, stage)
     exceeds = _any_of_warpgroup(_barrier(ctx), _exceeds(ctx, state))
     for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
         _raise_maxima(ctx, state)
     _exponentiate(ctx, state, scales)
-
-
-@cute.jit
-def _publish(ctx):
-    """P of all warps is where the tensor core reads it."""
+    take_values(ctx, t, stage)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
+    add_values(ctx, t)
+    warpgroup.wait_group(0)
 
 
 def _barrier(ctx):
-    """Of the warpgroup; those before are of all that share a ring."""
-    return GROUP_BARRIER + ctx.spec.tile.key_warps + warpgroup_number(ctx)
+    """Of the warpgroup; `walk` has one for each as well."""
+    return GROUP_BARRIER + ctx.spec.tile.key_warps + ctx.key_warp
 
 
 def _key_in_tile(ctx, half: int):
-    return ctx.m_warp % 4 * 16 + half * 8 + ctx.lane // 4
+    return ctx.m_warp * 16 + half * 8 + ctx.lane // 4
 
 
 class _Scales(NamedTuple):
@@ -176,8 +127,8 @@ def _scales_of_keys(ctx, stage) -> _Scales:
 
 
 @cute.jit
-def _to_log2(ctx, s, factors, scales: cutlass.Constexpr, n_block, stage):
-    """Scores in log2 units, V's scales included; -inf where a row does not see the key."""
+def _to_log2(ctx, s, factors, scales: cutlass.Constexpr):
+    """Scores in log2 units, V's scales included."""
     of_rows = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         cute.autovec_copy(factors[None, eight], of_rows)
@@ -192,8 +143,6 @@ def _to_log2(ctx, s, factors, scales: cutlass.Constexpr, n_block, stage):
                 if const_expr(scales.v_log2 is not None):
                     x = x + scales.v_log2[half]
                 s[i + 2 * half + 4 * eight] = x
-    for _ in cutlass.range(once_if(is_masked(ctx, n_block)), unroll=1):
-        _mask(ctx, s, n_block, stage)
 
 
 @cute.jit
@@ -201,7 +150,7 @@ def _mask(ctx, s, n_block, stage):
     """Keys that a row does not see become -inf."""
     first, last = ctx.work.first, ctx.work.last
     # Or this would be computed for every tile, a round of a loop or not, and kept in registers.
-    first_row = opaque(ctx.work.row) + row_group(ctx) * ctx.geometry.rows
+    first_row = opaque(ctx.work.row)
     n_block = opaque(n_block)
     keys = [_key(ctx, n_block, stage, half) for half in range(2)]
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
@@ -260,7 +209,7 @@ def _raise_maxima(ctx, state):
                 other = cute.arch.shuffle_sync_bfly(highest, 1 << apart)
                 highest = cute.arch.fmax(highest, other, nan=True)
             if ctx.lane < 4:
-                maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp % 4] = highest
+                maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp] = highest
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
@@ -302,15 +251,15 @@ def _exponentiate(ctx, state, scales: cutlass.Constexpr):
 def row_numbers(ctx, memory: Shared, which: int):
     """(row, warp) of this warpgroup: its maxima (0) or sums (1)."""
     g = ctx.geometry
-    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.spec.tile.block_m
-    start = start + (warpgroup_number(ctx) * 2 + which) * (4 * g.rows)
+    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.rows
+    start = start + (ctx.key_warp * 2 + which) * (4 * g.rows)
     return cute.make_tensor(start, cute.make_layout((g.rows, 4)))
 
 
 def row_factors(ctx, memory: Shared):
-    """(row of the CTA,) factors of scores, and in the end of output."""
+    """(row,) factors of scores, and in the end of output."""
     start = cute.recast_ptr(memory.numbers, dtype=Float32)
-    return cute.make_tensor(start, cute.make_layout(ctx.spec.tile.block_m))
+    return cute.make_tensor(start, cute.make_layout(ctx.geometry.rows))
 
 
 def row_of_lane(ctx, eight: int, i: int):

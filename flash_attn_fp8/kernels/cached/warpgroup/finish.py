@@ -15,7 +15,6 @@ from flash_attn_fp8.kernels.cached.warpgroup.attend import (
     row_numbers,
     row_of_lane,
 )
-from flash_attn_fp8.kernels.cached.warpgroup.products import row_group
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.online import finished, sink_logit
 
@@ -45,17 +44,16 @@ def _share_sums(ctx, state):
                 row = eight * 8 + ctx.lane * 2 + i
                 row_max = state.row_max[i, eight]
                 row_max = select(row_max == LOWEST, NEG_INF, row_max)
-                maxima[row, ctx.m_warp % 4], sums[row, ctx.m_warp % 4] = row_max, total
+                maxima[row, ctx.m_warp], sums[row, ctx.m_warp] = row_max, total
 
 
 def _of_all(ctx, memory):
     """(row, warp, maximum or sum, group) of the warpgroups that have the same rows."""
     g = ctx.geometry
-    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.spec.tile.block_m
-    start = start + row_group(ctx) * (8 * g.rows)
+    start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.rows
     layout = cute.make_layout(
         (g.rows, 4, 2, g.spec.tile.key_warps),
-        stride=(1, g.rows, 4 * g.rows, 8 * g.rows * g.spec.tile.row_groups),
+        stride=(1, g.rows, 4 * g.rows, 8 * g.rows),
     )
     return cute.make_tensor(start, layout)
 
@@ -81,8 +79,8 @@ def _parts(ctx):
     """(column, row, group) of partial output."""
     g = ctx.geometry
     layout = cute.make_layout(
-        (g.head_dim_v, g.spec.tile.block_m, g.spec.tile.key_warps),
-        stride=(1, g.part_stride, g.part_stride * g.spec.tile.block_m),
+        (g.head_dim_v, g.rows, g.spec.tile.key_warps),
+        stride=(1, g.part_stride, g.part_stride * g.rows),
     )
     return cute.make_tensor(cute.recast_ptr(ctx.rings, dtype=Float32), layout)
 
@@ -92,7 +90,7 @@ def _share_output(ctx, state):
     """Each group's O in units of the common maximum; what normalises a row, and its LSE."""
     g = ctx.geometry
     of_rows, parts = row_factors(ctx, state.shared), _parts(ctx)
-    first = (ctx.m_warp % 4 * 8 + ctx.lane // 4) * g.columns
+    first = (ctx.m_warp * 8 + ctx.lane // 4) * g.columns
     mine = cute.make_rmem_tensor(cute.make_layout(g.columns), Float32)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
@@ -103,11 +101,10 @@ def _share_output(ctx, state):
             for column in cutlass.range_constexpr(g.columns):
                 o = state.tiles.o[column // 2]
                 mine[column] = o[i + column % 2 * 2 + 4 * eight] * weight
-            row = row + row_group(ctx) * g.rows
             target = parts[None, row, ctx.key_warp]
             target = cute.logical_divide(target, cute.make_layout(g.columns))
             cute.autovec_copy(mine, target[None, first // g.columns])
-            if (ctx.key_warp == 0) & (ctx.m_warp % 4 == 0) & (ctx.lane < 4):
+            if (ctx.key_warp == 0) & (ctx.m_warp == 0) & (ctx.lane < 4):
                 of_rows[row] = _normalizer(ctx, row, highest, total)
 
 
@@ -135,7 +132,7 @@ def _store(ctx, state):
     of_rows, parts = row_factors(ctx, state.shared), _parts(ctx)
     thread = cute.arch.thread_idx()[0]
     per_row = g.head_dim_v // _COLUMNS
-    total = per_row * g.spec.tile.block_m
+    total = per_row * g.rows
     for first in cutlass.range_constexpr(0, total, g.threads):
         number = first + thread
         row, part = number // per_row, number % per_row

@@ -25,7 +25,7 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def rows(self) -> int:
-        """Of a warpgroup."""
+        """Of the CTA, which all warpgroups have."""
         return self.spec.tile.rows
 
     @property
@@ -49,7 +49,6 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def q_bytes(self) -> int:
-        """Of a warpgroup."""
         return 2 * self.rows * self.spec.traits.head_dim
 
     @property
@@ -58,13 +57,9 @@ class WarpgroupGeometry(CacheGeometry):
         return 2 * self.rows * KEYS
 
     @property
-    def warpgroups(self) -> int:
-        return self.spec.tile.row_groups * self.spec.tile.key_warps
-
-    @property
     def row_numbers(self) -> int:
         """Of 32 bits: a factor of each row, and from each warpgroup maxima and sums of 4 warps."""
-        return self.spec.tile.block_m + 8 * self.rows * self.warpgroups
+        return self.rows * (1 + 8 * self.spec.tile.key_warps)
 
     @property
     def part_stride(self) -> int:
@@ -73,21 +68,8 @@ class WarpgroupGeometry(CacheGeometry):
 
     @property
     def parts_bytes(self) -> int:
-        return 4 * self.warpgroups * self.rows * self.part_stride
+        return 4 * self.spec.tile.key_warps * self.rows * self.part_stride
 
     @property
     def rings_bytes(self) -> int:
         return max(super().rings_bytes, self.parts_bytes)
-
-    @property
-    def ctas(self) -> int:
-        """That are to fit a multiprocessor's registers."""
-        return 1 if self.overlaps else 2
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a tile's output is made beside the next one's scores.
-
-        Registers for both are there where only one CTA fits a multiprocessor anyway.
-        """
-        return self.rows > 32

@@ -41,24 +41,14 @@ class Shared:
     @classmethod
     def allocated(cls, smem, g) -> Shared:
         """For a CTA."""
-        sizes = g.q_bytes * g.spec.tile.row_groups, g.p_bytes * g.warpgroups, 4 * g.row_numbers
+        sizes = g.q_bytes, g.p_bytes * g.spec.tile.key_warps, 4 * g.row_numbers
         return cls(*(smem.allocate_array(Uint8, size, byte_alignment=128) for size in sizes))
-
-
-def row_group(ctx: Context):
-    """Which rows of the CTA's a warpgroup has."""
-    return ctx.m_warp // 4
-
-
-def warpgroup_number(ctx: Context):
-    """Of a warpgroup in its CTA."""
-    return ctx.key_warp * ctx.spec.tile.row_groups + row_group(ctx)
 
 
 def words_of_p(ctx: Context, memory: Shared):
     """This warpgroup's P as 32-bit words."""
     g = ctx.geometry
-    start = cute.recast_ptr(memory.p + warpgroup_number(ctx) * g.p_bytes, dtype=Uint32)
+    start = cute.recast_ptr(memory.p + ctx.key_warp * g.p_bytes, dtype=Uint32)
     return cute.make_tensor(start, cute.make_layout(g.p_bytes // 4))
 
 
@@ -102,9 +92,8 @@ def new_tiles(ctx: Context, memory: Shared) -> Tiles:
     d = DTYPES[g.mma_format]
     head_dim = g.spec.traits.head_dim
     qk, pv = _product(g, OperandMajorMode.K), _product(g, OperandMajorMode.MN)
-    of_q = memory.q + row_group(ctx) * g.q_bytes
-    of_p = memory.p + warpgroup_number(ctx) * g.p_bytes
-    q = shared(cute.recast_ptr(of_q, dtype=d), _eights(d, "K", (g.rows, head_dim, 1)))
+    of_p = memory.p + ctx.key_warp * g.p_bytes
+    q = shared(cute.recast_ptr(memory.q, dtype=d), _eights(d, "K", (g.rows, head_dim, 1)))
     p = shared(cute.recast_ptr(of_p, dtype=d), _eights(d, "MN", (g.rows, KEYS, 1)))
     accumulator = pv.partition_shape_C((KEYS, g.rows))
     t = Tiles(
@@ -146,7 +135,7 @@ def ask_for_scores(ctx: Context, t: cutlass.Constexpr, stage):
     k, target = ring_view(ctx, stage, g.k, 0), words_of(t.k)
     words = cute.make_rmem_tensor(cute.make_layout((g.k.words, 1)), Uint32)
     for half in cutlass.range_constexpr(2):
-        row = ctx.m_warp % 4 * 16 + half * 8 + ctx.lane // 4
+        row = ctx.m_warp * 16 + half * 8 + ctx.lane // 4
         for block in cutlass.range_constexpr(g.k.vectors):
             vector = chunk_at(ctx, g.k, row, block * 4 + ctx.lane % 4)
             cute.autovec_copy(k[None, vector, row], words[None, 0])
@@ -188,7 +177,7 @@ def _part_of_row(ctx, stage, row, dtype, count: int):
     """A lane's part of a row of V, in its place in shared memory."""
     g = ctx.geometry
     slot = ctx.key_warp * g.spec.tile.stages + stage
-    first = (ctx.m_warp % 4 * 8 + ctx.lane // 4) * g.v.share
+    first = (ctx.m_warp * 8 + ctx.lane // 4) * g.v.share
     at = chunk_at(ctx, g.v, row, first // CHUNK) * CHUNK + first % CHUNK
     offset = slot * g.tile_bytes + KEYS * g.k.row_bytes + row * g.v.row_bytes + at
     start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset // (dtype.width // 8)

@@ -91,6 +91,7 @@ def warpgroup_tile_for(
     tile = WarpgroupTile(rows, _KEY_WARPGROUPS, _FEWEST_STAGES, ctas)
     keys = tile.key_warps * tile.n_block
     left = shared_memory // ctas - _MISCELLANY
-    left -= rows * (2 * head_dim + 2 * keys + 4 * (1 + 8 * tile.key_warps))
-    stages = left // (keys * ((head_dim + head_dim_v) * element + _BYTES_OF_NUMBERS))
-    return replace(tile, stages=max(_FEWEST_STAGES, min(stages, _MOST_STAGES)))
+    left -= rows * (2 * head_dim + 4 * (1 + 8 * tile.key_warps))
+    key_bytes = max(head_dim * element, 2 * rows) + head_dim_v * element + _BYTES_OF_NUMBERS
+    stages = left // (keys * key_bytes)
+    return replace(tile, stages=max(_FEWEST_STAGES, min(stages, _ENOUGH_STAGES)))

@@ -241,7 +241,7 @@ def _accumulate(ctx, s, o, stage):
     """O += P V."""
     g = ctx.geometry
     fmt, m_tiles = ctx.traits.kv_format, g.spec.tile.m_tiles
-    v = ring_view(ctx, stage, g.v, g.spec.tile.n_block * g.k.row_bytes)
+    v = ring_view(ctx, stage, g.v, g.v_start)
     words = cute.make_rmem_tensor(cute.make_layout((g.v.words, 4)), Uint32)
     for keys in cutlass.range_constexpr(0, g.spec.tile.n_block, ROWS_PER_MMA):
         a = [_operand_a(ctx, s, keys // 8, m) for m in range(m_tiles)]

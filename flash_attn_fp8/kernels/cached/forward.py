@@ -9,7 +9,7 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from flash_attn_fp8.kernels.cached.attend import attend_tile, new_state
@@ -49,7 +49,9 @@ class CacheForward:
         m_blocks = m_blocks_of(self.spec, scalars)
         ctas = heads * m_blocks * scalars.num_splits * batch
         by = heads, scalars.num_splits, m_blocks, tensors.k.shape[1]
-        divisors = Divisors(*(cute.FastDivmodDivisorV2(Uint32(x)) for x in by))
+        divisors = Divisors(
+            *(cute.FastDivmodDivisorV2(Uint32(cutlass.max(Int32(x), 1))) for x in by)
+        )
         self.kernel.set_name_prefix("flash_attn_fp8_cache_forward")
         self.kernel(tensors, scalars, divisors).launch(
             grid=(cutlass.max(ctas, 1), 1, 1),

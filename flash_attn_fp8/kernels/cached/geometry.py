@@ -111,10 +111,19 @@ class CacheGeometry:
         return self.group_threads * self.spec.tile.key_warps
 
     @property
+    def v_start(self) -> int:
+        """Where V is in a key tile, behind K."""
+        return self.spec.tile.n_block * self.k.row_bytes
+
+    @property
+    def numbers_start(self) -> int:
+        """Where numbers of keys are in a key tile."""
+        return self.v_start + self.spec.tile.n_block * self.v.row_bytes
+
+    @property
     def tile_bytes(self) -> int:
         """A key tile in a ring."""
-        rows = self.spec.tile.n_block
-        return rows * (self.k.row_bytes + self.v.row_bytes + 4 * NUMBERS_OF_KEY)
+        return self.numbers_start + self.spec.tile.n_block * 4 * NUMBERS_OF_KEY
 
     @property
     def slots(self) -> int:

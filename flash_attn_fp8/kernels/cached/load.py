@@ -93,11 +93,9 @@ def copy_tile(ctx: Context, n_block: Int32, stage: Int32, place):
     """Ask for the keys of tile `n_block`, which are at `place`: K, V, and their numbers."""
     g = ctx.geometry
     base = ctx.rings.toint() + (ctx.key_warp * g.spec.tile.stages + stage) * g.tile_bytes
-    of_v = base + g.spec.tile.n_block * g.k.row_bytes
-    numbers = of_v + g.spec.tile.n_block * g.v.row_bytes
-    for operand, rows, target in ((g.k, ctx.k, base), (g.v, ctx.v, of_v)):
+    for operand, rows, target in ((g.k, ctx.k, base), (g.v, ctx.v, base + g.v_start)):
         _copy_rows(ctx, operand, rows, target, n_block, place)
-    _copy_numbers(ctx, numbers, n_block, place)
+    _copy_numbers(ctx, base + g.numbers_start, n_block, place)
 
 
 @cute.jit
@@ -251,7 +249,7 @@ def numbers_view(ctx: Context, stage, kind: int, dtype):
     """K's scales, V's scales or the indices of a tile's keys: (neighbour, pair of keys)."""
     g = ctx.geometry
     n_block = g.spec.tile.n_block
-    offset = n_block * (g.k.row_bytes + g.v.row_bytes) // 4 + kind * n_block
+    offset = g.numbers_start // 4 + kind * n_block
     start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset
     layout = cute.make_layout((2, n_block // 2, g.slots), stride=(1, 2, g.tile_bytes // 4))
     slot = ctx.key_warp * g.spec.tile.stages + stage

@@ -93,6 +93,7 @@ def _normalize(ctx, state, m: cutlass.Constexpr, half: cutlass.Constexpr):
 
 @cute.jit
 def write_lse(ctx, token, head, lse):
+    """Of a row that the sequence has room for."""
     target = part_of(ctx, ctx.tensors.lse)
     if const_expr(ctx.traits.q_layout == "varlen"):
         target[head, ctx.work.offset_q + token] = lse
@@ -183,6 +184,7 @@ def _store(ctx, o, factors, m: cutlass.Constexpr, number, share: cutlass.Constex
 
 
 def output_row(ctx, token, head):
+    """Where a row of the output goes."""
     out = part_of(ctx, ctx.tensors.out)
     if ctx.traits.q_layout == "varlen":
         return out[ctx.work.offset_q + token, head, None]

@@ -83,11 +83,11 @@ def attend_tile(ctx, queries, factors, state, n_block, stage):
     exceeds = _any_of_warpgroup(_barrier(ctx), _exceeds(ctx, state))
     for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
         _raise_maxima(ctx, state)
-    _exponentiate(ctx, state, scales)
+    _exponentiate(ctx, state, scales, stage)
     take_values(ctx, t, stage)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
-    add_values(ctx, t)
+    add_values(ctx, t, stage)
     warpgroup.wait_group(0)
 
 
@@ -227,10 +227,10 @@ def _raise_maxima(ctx, state):
 
 
 @cute.jit
-def _exponentiate(ctx, state, scales: cutlass.Constexpr):
-    """P = 2 ** (x - m + offset) to shared memory; sums of P without V's scales."""
+def _exponentiate(ctx, state, scales: cutlass.Constexpr, stage):
+    """P = 2 ** (x - m + offset) takes the place of K; sums of P without V's scales."""
     g, policy, s = ctx.geometry, ctx.traits.policy, state.tiles.s
-    p = words_of_p(ctx, state.shared)
+    p = words_of_p(ctx, stage)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
             shift = Float32(policy.max_offset) - state.row_max[i, eight]

@@ -14,7 +14,7 @@ from flash_attn_fp8.kernels.cached.warpgroup.products import Shared, word_of
 
 @cute.jit
 def share_queries(ctx: Context, memory: Shared, common: Float32):
-    """A warp of the first group has 16 rows. Returns factors of a lane's rows, (row of two, eight)."""
+    """A warp of the first group has 16 rows. Returns a lane's factors, (row of two, eight)."""
     g = ctx.geometry
     of_rows = row_factors(ctx, memory)
     if (ctx.key_warp == 0) & (ctx.m_warp * 16 < g.rows):

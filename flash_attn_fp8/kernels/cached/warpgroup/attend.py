@@ -83,8 +83,8 @@ def attend_tile(ctx, queries, factors, state, n_block, stage):
     exceeds = _any_of_warpgroup(_barrier(ctx), _exceeds(ctx, state))
     for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
         _raise_maxima(ctx, state)
-    _exponentiate(ctx, state, scales, stage)
     take_values(ctx, t, stage)
+    _exponentiate(ctx, state, scales, stage)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
     add_values(ctx, t, stage)

@@ -24,9 +24,8 @@ _COLUMNS = 8  # that a thread stores at once
 @cute.jit
 def finish(ctx: Context, state):
     """Write output and LSE of the CTA's rows."""
-    cute.arch.sync_threads()  # rings and maxima are no longer in use
     _share_sums(ctx, state)
-    cute.arch.sync_threads()
+    cute.arch.sync_threads()  # the rings are no longer in use
     _share_output(ctx, state)
     cute.arch.sync_threads()
     _store(ctx, state)

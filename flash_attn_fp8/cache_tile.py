@@ -82,16 +82,21 @@ def _query_bytes(head_dim: int, head_dim_v: int, m_tiles: int) -> int:
 
 @lru_cache(maxsize=1024)
 def warpgroup_tile_for(
-    rows: int, head_dim: int, head_dim_v: int, element: int, shared_memory: int
+    rows: int, head_dim: int, head_dim_v: int, shared_memory: int, *, full: bool, scattered: bool
 ) -> WarpgroupTile:
-    """The tile of warpgroups for so many rows; beyond `DECODE_ROWS` equal parts of them."""
-    parts = -(-rows // DECODE_ROWS)
-    rows = -(-rows // (8 * parts)) * 8
+    """The tile of warpgroups for so many rows; beyond `DECODE_ROWS` equal parts of them.
+
+    `full`: there are CTAs for two a multiprocessor. What both ask for is enough then: beyond some
+    64 KB memory is read the slower, the more is asked for at once; where keys lie `scattered`, from
+    half of that on.
+    """
+    parts = max(1, -(-rows // DECODE_ROWS))
+    rows = max(1, -(-rows // (8 * parts))) * 8
     ctas = 2 if rows <= _ROWS_OF_TWO_CTAS else 1
     tile = WarpgroupTile(rows, _KEY_WARPGROUPS, _FEWEST_STAGES, ctas)
     keys = tile.key_warps * tile.n_block
     left = shared_memory // ctas - _MISCELLANY
-    left -= rows * (2 * head_dim + 4 * (1 + 8 * tile.key_warps))
-    key_bytes = max(head_dim * element, 2 * rows) + head_dim_v * element + _BYTES_OF_NUMBERS
-    stages = left // (keys * key_bytes)
-    return replace(tile, stages=max(_FEWEST_STAGES, min(stages, _ENOUGH_STAGES)))
+    left -= rows * (2 * head_dim + 2 * keys + 4 * (1 + 8 * tile.key_warps))
+    stages = left // (keys * (head_dim + head_dim_v + _BYTES_OF_NUMBERS))
+    most = _FEWEST_STAGES if scattered or (full and ctas > 1) else _ENOUGH_STAGES
+    return replace(tile, stages=max(_FEWEST_STAGES, min(stages, most)))

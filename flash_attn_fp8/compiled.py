@@ -18,12 +18,10 @@ from flash_attn_fp8.preparation import aligned, is_aligned, preparation_of, scal
 from flash_attn_fp8.problem import Problem
 from flash_attn_fp8.simulation import settings
 from flash_attn_fp8.specs import (
-    TILE,
     CacheSpec,
     Kernel,
     Sm90Spec,
     Sm100Spec,
-    WarpgroupTile,
 )
 from flash_attn_fp8.target import Target
 
@@ -34,7 +32,6 @@ _MEMO_LIMIT = 8192
 # in both halves; on SM90 what was fastest of 10 to 50 MiB (docs/kernel_sm90.md).
 _L2_BYTES = {"sm_100a": 50 * 2**20, "sm_90a": 10 * 2**20}
 _UNITS_PER_SM = 4
-_PAGE_IN_ONE = 8  # slots of pages from which on keys do not lie scattered
 
 
 def run(plan: Plan, problem: Problem, operands: Operands, out: Tensor, lse: Tensor | None) -> None:
@@ -196,25 +193,9 @@ def _scalars(plan: Plan, problem: Problem, parts: int, target: Target) -> tuple[
         plan.split.keys or 0,
     )
     if isinstance(plan.spec, CacheSpec):
-        return (*shared, _tiles_ahead(plan.spec, problem, parts, target))
+        return shared
     at_once = _heads_at_once(plan, problem, parts, target) if traits.bounded_right else 1
     return (*shared, at_once, target.sm_count)
-
-
-def _tiles_ahead(spec: CacheSpec, problem: Problem, parts: int, target: Target) -> int:
-    """How many key tiles a group of warps asks for in advance.
-
-    What a multiprocessor has asked for should be some 64 KB: more makes memory slower, and what
-    lies scattered is read fastest with half of that (docs/kernel_cache.md).
-    """
-    tile, sizes = spec.tile, problem.sizes
-    most = tile.stages - 1
-    if not isinstance(tile, WarpgroupTile):
-        return most
-    rows = sizes.seqlen_q * spec.traits.q_heads_per_kv_head
-    ctas = sizes.batch * sizes.nheads_kv * parts * -(-rows // tile.block_m)
-    scattered = spec.traits.selection is not None or (sizes.page_size or TILE) < _PAGE_IN_ONE
-    return 1 if scattered or (tile.ctas > 1 and ctas > target.sm_count) else most
 
 
 def _heads_at_once(plan: Plan, problem: Problem, parts: int, target: Target) -> int:

@@ -351,25 +351,25 @@ def _cache_spec(problem: Problem, target: Target, split: Split) -> CacheSpec:
     traits = problem.traits
     return CacheSpec(
         replace(traits, policy=traits.policy.replace(promote_every=None)),
-        tile=_cache_tile(problem, target),
+        tile=_cache_tile(problem, target, split.parts(problem.keys)),
         split=split.divides,
         has_fp8=has_fp8(target.arch),
         overlaps=compute_capability(target.arch) >= 90,
     )
 
 
-def _cache_tile(problem: Problem, target: Target) -> CacheTile | WarpgroupTile:
-    traits = problem.traits
-    rows = problem.sizes.seqlen_q * traits.q_heads_per_kv_head
-    element = FORMATS[traits.kv_format].bits // 8
-    choose = warpgroup_tile_for if _in_warpgroups(traits, target) else tile_for
-    return choose(
-        rows,
-        traits.head_dim,
-        traits.head_dim_v,
-        element,
-        SHARED_MEMORY[target.arch],
-    )
+def _cache_tile(problem: Problem, target: Target, parts: int = 1) -> CacheTile | WarpgroupTile:
+    """The tile, of which rows are the same however many parts of the keys there are."""
+    traits, sizes = problem.traits, problem.sizes
+    rows = sizes.seqlen_q * traits.q_heads_per_kv_head
+    dims = traits.head_dim, traits.head_dim_v
+    shared_memory = SHARED_MEMORY[target.arch]
+    if not _in_warpgroups(traits, target):
+        return tile_for(rows, *dims, FORMATS[traits.kv_format].bits // 8, shared_memory)
+    ctas = sizes.batch * sizes.nheads_kv * parts
+    scattered = traits.selection is not None or sizes.page_size == 1
+    full = ctas > target.sm_count
+    return warpgroup_tile_for(rows, *dims, shared_memory, full=full, scattered=scattered)
 
 
 def _in_warpgroups(traits: Traits, target: Target) -> bool:

@@ -37,4 +37,3 @@ class Scalars(NamedTuple):
     max_seqlen_q: Int32
     num_splits: Int32
     keys_per_split: Int32  # 0: equal parts of each sequence
-    tiles_ahead: Int32  # key tiles that a group asks for before it needs them

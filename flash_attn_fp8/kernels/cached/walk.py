@@ -9,7 +9,6 @@ from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import choose, copy_tile, locate, new_place
-from flash_attn_fp8.specs import WarpgroupTile
 
 GROUP_BARRIER = 1  # named barriers of groups of warps: this one and those after it
 
@@ -20,56 +19,40 @@ def each_tile(ctx: Context, load_queries: cutlass.Constexpr, visit: cutlass.Cons
 
     Queries are loaded while the first keys are on their way.
     """
-    tile, ahead = ctx.spec.tile, ctx.scalars.tiles_ahead
+    tile = ctx.spec.tile
     first, count = _tiles(ctx)
     # What happens to tile i, in the round of tile ...
-    #   i - ahead - 2: `choose` asks which tokens are chosen
-    #   i - ahead - 1: `locate` asks for their pages, with the answer
-    #   i - ahead:     `copy_tile` asks for the rows, with the answer
-    #   i:             the rows are there
+    #   i - stages - 1: `choose` asks which tokens are chosen
+    #   i - stages:     `locate` asks for their pages, with the answer
+    #   i - stages + 1: `copy_tile` asks for the rows, with the answer
+    #   i:              the rows are there
     place, step = new_place(ctx), tile.key_warps
-    for i in cutlass.range_constexpr(tile.stages - 1):
-        if (i < ahead) & (i < count):
-            choose(ctx, first - i * step, place)
-            locate(ctx, first - i * step, place)
-            copy_tile(ctx, first - i * step, Int32(i), place)
+    for ahead in cutlass.range_constexpr(tile.stages - 1):
+        if ahead < count:
+            choose(ctx, first - ahead * step, place)
+            locate(ctx, first - ahead * step, place)
+            copy_tile(ctx, first - ahead * step, Int32(ahead), place)
         cute.arch.cp_async_commit_group()
     queries, factors = load_queries(ctx)
-    next_block = first - ahead * step  # what is asked for next, if it exists
-    if count > ahead:
+    next_block = first - (tile.stages - 1) * step  # what is asked for next, if it exists
+    if count >= tile.stages:
         choose(ctx, next_block, place)
         locate(ctx, next_block, place)
         choose(ctx, next_block - step, place)
-    stage, free = Int32(0), ahead
+    stage, free = Int32(0), Int32(tile.stages - 1)
     for i in cutlass.range(count, unroll=1):
-        _await_tile(ctx)
-        if i + ahead < count:
+        cute.arch.cp_async_wait_group(tile.stages - 2)
+        _meet(ctx)  # the tile is there, and everyone has left the one before
+        if i + tile.stages - 1 < count:
             copy_tile(ctx, next_block, free, place)
             locate(ctx, next_block - step, place)
             choose(ctx, next_block - 2 * step, place)
         cute.arch.cp_async_commit_group()
         next_block -= step
         visit(ctx, queries, factors, state, first - i * step, stage)
-        free = select(free == tile.stages - 1, Int32(0), free + 1)
+        free = stage
         stage = select(stage == tile.stages - 1, Int32(0), stage + 1)
     cute.arch.cp_async_wait_group(0)
-
-
-@cute.jit
-def _await_tile(ctx):
-    """The next tile is there, and everyone has left the one before.
-
-    All that was asked for but the last `ahead` - 1 tiles, of which the code knows 1 and the most.
-    """
-    most = ctx.spec.tile.stages - 1
-    if const_expr(most > 1 and isinstance(ctx.spec.tile, WarpgroupTile)):
-        if ctx.scalars.tiles_ahead == 1:
-            cute.arch.cp_async_wait_group(0)
-        else:
-            cute.arch.cp_async_wait_group(most - 1)
-    else:
-        cute.arch.cp_async_wait_group(most - 1)
-    _meet(ctx)
 
 
 def _tiles(ctx: Context):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -29,7 +29,6 @@ from flash_attn_fp8.kernels.cached.warpgroup.products import (
     new_tiles,
     take_values,
     word_of,
-    words_of_p,
 )
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import packed
@@ -84,10 +83,10 @@ def attend_tile(ctx, queries, factors, state, n_block, stage):
     for _ in cutlass.range(once_if(exceeds != 0), unroll=1):
         _raise_maxima(ctx, state)
     take_values(ctx, t, stage)
-    _exponentiate(ctx, state, scales, stage)
+    _exponentiate(ctx, state, scales)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
-    add_values(ctx, t, stage)
+    add_values(ctx, t)
     warpgroup.wait_group(0)
 
 
@@ -227,10 +226,11 @@ def _raise_maxima(ctx, state):
 
 
 @cute.jit
-def _exponentiate(ctx, state, scales: cutlass.Constexpr, stage):
-    """P = 2 ** (x - m + offset) takes the place of K; sums of P without V's scales."""
+def _exponentiate(ctx, state, scales: cutlass.Constexpr):
+    """P = 2 ** (x - m + offset) to shared memory; sums of P without V's scales."""
     g, policy, s = ctx.geometry, ctx.traits.policy, state.tiles.s
-    p = words_of_p(ctx, stage)
+    p = cute.recast_ptr(state.shared.p_of(ctx), dtype=Uint32)
+    p = cute.make_tensor(p, cute.make_layout(g.p_bytes // 4))
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
             shift = Float32(policy.max_offset) - state.row_max[i, eight]

@@ -13,9 +13,9 @@ _PAD = 4  # numbers between rows of partial output, so that writers meet no bank
 
 @dataclass(frozen=True)
 class WarpgroupGeometry(CacheGeometry):
-    """What the spec implies. Shared memory: rings, queries, and numbers of rows.
+    """What the spec implies. Shared memory: rings, queries, P, and numbers of rows.
 
-    P of a tile lies over its K, and partial output of the groups over the rings.
+    Partial output of the groups lies over the rings.
     """
 
     @property
@@ -44,16 +44,17 @@ class WarpgroupGeometry(CacheGeometry):
         return self.head_dim_v // WARP
 
     @property
-    def v_start(self) -> int:
-        return max(super().v_start, 2 * self.rows * KEYS)  # P as well as K
-
-    @property
     def q_in_shared_memory(self) -> bool:
         return True
 
     @property
     def q_bytes(self) -> int:
         return 2 * self.rows * self.spec.traits.head_dim
+
+    @property
+    def p_bytes(self) -> int:
+        """Of a warpgroup."""
+        return 2 * self.rows * KEYS
 
     @property
     def row_numbers(self) -> int:

@@ -32,36 +32,29 @@ from flash_attn_fp8.kernels.sm90.context import multiply, shared, words_of
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory besides the rings: queries, and numbers of rows."""
+    """Shared memory besides the rings: queries, P of each warpgroup, and numbers of rows."""
 
     q: cute.Pointer
+    p: cute.Pointer
     numbers: cute.Pointer
 
     @classmethod
     def allocated(cls, smem, g) -> Shared:
         """For a CTA."""
-        sizes = g.q_bytes, 4 * g.row_numbers
+        sizes = g.q_bytes, g.p_bytes * g.spec.tile.key_warps, 4 * g.row_numbers
         return cls(*(smem.allocate_array(Uint8, size, byte_alignment=128) for size in sizes))
 
-
-def words_of_p(ctx: Context, stage):
-    """P of the tile in a stage as 32-bit words."""
-    g = ctx.geometry
-    start = cute.recast_ptr(ctx.rings, dtype=Uint32) + slot(ctx, stage) * (g.tile_bytes // 4)
-    return cute.make_tensor(start, cute.make_layout(g.rows * KEYS // 2))
-
-
-def slot(ctx: Context, stage):
-    """Of a stage among those of all rings."""
-    return ctx.key_warp * ctx.spec.tile.stages + stage
+    def p_of(self, ctx: Context) -> cute.Pointer:
+        """This warpgroup's P."""
+        return self.p + ctx.key_warp * ctx.geometry.p_bytes
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Operands and accumulators of a warpgroup's lane.
 
-    `k` and `v` in registers, `q` and `p` (of all slots) as descriptors of shared memory. Of `s`,
-    numbers (i, half, eight): key 16 warp + 8 half + lane // 4, row 8 eight + 2 (lane % 4) + i. Of `o`, a
+    `k` and `v` in registers, `q` and `p` as descriptors of shared memory. Of `s`, numbers
+    (i, half, eight): key 16 warp + 8 half + lane // 4, row 8 eight + 2 (lane % 4) + i. Of `o`, a
     tensor for each 64 columns, alike: column (lane's first) + 2 product + half.
     """
 
@@ -97,9 +90,8 @@ def new_tiles(ctx: Context, memory: Shared) -> Tiles:
     head_dim = g.spec.traits.head_dim
     qk, pv = _product(g, OperandMajorMode.K), _product(g, OperandMajorMode.MN)
     q = shared(cute.recast_ptr(memory.q, dtype=d), _eights(d, "K", (g.rows, head_dim, 1)))
-    p = shared(
-        cute.recast_ptr(ctx.rings, dtype=d), _in_slots(g, _eights(d, "MN", (g.rows, KEYS, 1)))
-    )
+    of_p = _eights(d, "MN", (g.rows, KEYS, 1))
+    p = shared(cute.recast_ptr(memory.p_of(ctx), dtype=d), of_p)
     accumulator = pv.partition_shape_C((KEYS, g.rows))
     t = Tiles(
         g,
@@ -121,15 +113,6 @@ def new_tiles(ctx: Context, memory: Shared) -> Tiles:
 def _eights(dtype, major: str, shape):
     kind = getattr(warpgroup.SmemLayoutAtomKind, f"{major}_INTER")
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=(0, 1, 2))
-
-
-def _in_slots(g, layout):
-    """The layout of a tile's P, which lies over its K, with a mode of slots."""
-    rows, keys, _ = layout.outer.shape
-    outer = cute.make_layout(
-        (rows, keys, (1, g.slots)), stride=(*layout.outer.stride[:-1], (0, g.tile_bytes // 2))
-    )
-    return cute.make_composed_layout(layout.inner, 0, outer)
 
 
 def word_of(g, row, column, along_rows: bool):
@@ -190,21 +173,21 @@ def _columns(ctx, read):
 def _part_of_row(ctx, stage, row, dtype, count: int):
     """A lane's part of a row of V, in its place in shared memory."""
     g = ctx.geometry
+    slot = ctx.key_warp * g.spec.tile.stages + stage
     first = (ctx.m_warp * 8 + ctx.lane // 4) * g.v.share
     at = chunk_at(ctx, g.v, row, first // CHUNK) * CHUNK + first % CHUNK
-    offset = slot(ctx, stage) * g.tile_bytes + g.v_start + row * g.v.row_bytes + at
+    offset = slot * g.tile_bytes + g.v_start + row * g.v.row_bytes + at
     start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset // (dtype.width // 8)
     return cute.make_tensor(start.align(g.v.share), cute.make_layout(count))
 
 
 @cute.jit
-def add_values(ctx: Context, t: cutlass.Constexpr, stage):
+def add_values(ctx: Context, t: cutlass.Constexpr):
     """Start O += V^T P."""
-    number = slot(ctx, stage)
     warpgroup.fence()
     for n in cutlass.range_constexpr(ctx.geometry.v_products):
         mma = t.pv
         mma.set(warpgroup.Field.ACCUMULATE, True)
         for step in cutlass.range_constexpr(KEYS // 16):
-            cute.gemm(mma, t.o[n], t.v[n][None, None, step], t.p[None, None, step, number], t.o[n])
+            cute.gemm(mma, t.o[n], t.v[n][None, None, step], t.p[None, None, step, 0], t.o[n])
     warpgroup.commit_group()

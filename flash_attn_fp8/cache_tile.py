@@ -23,7 +23,7 @@ _FEWEST_STAGES, _ENOUGH_STAGES, _MOST_STAGES = 2, 3, 6
 _REGISTERS = 128  # of a thread, that queries and output may take
 _REGISTERS_OF_THREAD, _REGISTERS_OF_SM = 255, 1 << 16
 _LARGE_MEMORY = 160 * 1024  # from here on two CTAs share a multiprocessor
-_ROWS_OF_TWO_CTAS = 32  # whose warpgroups do with 128 registers a thread
+_TWO_CTAS = 32  # rows, at head dim 128, for which 128 registers a thread do
 _KEY_WARPGROUPS = 2
 
 
@@ -92,7 +92,7 @@ def warpgroup_tile_for(
     """
     parts = max(1, -(-rows // DECODE_ROWS))
     rows = max(1, -(-rows // (8 * parts))) * 8
-    ctas = 2 if rows <= _ROWS_OF_TWO_CTAS else 1
+    ctas = 2 if rows * max(head_dim, 128) <= _TWO_CTAS * 128 else 1
     tile = WarpgroupTile(rows, _KEY_WARPGROUPS, _FEWEST_STAGES, ctas)
     keys = tile.key_warps * tile.n_block
     left = shared_memory // ctas - _MISCELLANY

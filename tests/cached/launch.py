@@ -13,9 +13,9 @@ from flash_attn_fp8.call import Call, Operands
 from flash_attn_fp8.checks import problem_of
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.plan import Plan, plan_for
-from flash_attn_fp8.simulation import Settings, _as_active
-from flash_attn_fp8.specs import CacheSpec, CacheTile
-from flash_attn_fp8.target import CPU, SIMULATED, Target
+from flash_attn_fp8.simulation import Settings, _as_active, settings
+from flash_attn_fp8.specs import CacheSpec, CacheTile, WarpgroupTile
+from flash_attn_fp8.target import Target
 
 
 class Parts(NamedTuple):
@@ -27,20 +27,21 @@ class Parts(NamedTuple):
 
 def spec_of(call: Call) -> CacheSpec:
     """What the plan would run for a call with impl='sim'."""
-    spec = plan_for(problem_of(call.with_tensors()), CPU).spec
+    spec = plan_for(problem_of(call.with_tensors()), settings().planned_for).spec
     assert isinstance(spec, CacheSpec)
     return spec
 
 
-def launched(call: Call, tile: CacheTile, **device: Any) -> Parts:
+def launched(call: Call, tile: CacheTile | WarpgroupTile, **device: Any) -> Parts:
     """The forward kernel of a call, with this tile instead of the plan's."""
     call = call.with_tensors()
     problem = problem_of(call)
-    plan: Plan = plan_for(problem, CPU)
+    target = settings().planned_for
+    plan: Plan = plan_for(problem, target)
     assert isinstance(plan.spec, CacheSpec)
     spec = replace(plan.spec, tile=tile)
-    with sim.device(SIMULATED.arch, **device):
-        launcher = compiled._Launcher(replace(plan, spec=spec), problem, SIMULATED)
+    with sim.device(target.arch, **device):
+        launcher = compiled._Launcher(replace(plan, spec=spec), problem, target)
         operands = Operands(*(None if x is None else x.clone() for x in call.operands))
         parts = (launcher.parts,) if spec.split else ()
         out = torch.full((*parts, *problem.out_shape), torch.nan).to(FORMATS[spec.out_format].dtype)
@@ -54,8 +55,9 @@ def launched(call: Call, tile: CacheTile, **device: Any) -> Parts:
 def merged(call: Call, parts: Parts) -> tuple[Tensor, Tensor]:
     """(out, lse) of partial results by the combine kernel."""
     problem, spec = problem_of(call.with_tensors()), spec_of(call)
-    with sim.device(SIMULATED.arch):
-        kernel = compiled._kernel(spec.combine, SIMULATED.arch)
+    arch = settings().target.arch
+    with sim.device(arch):
+        kernel = compiled._kernel(spec.combine, arch)
         out = torch.empty(problem.out_shape, dtype=FORMATS[spec.traits.out_format].dtype)
         lse = torch.empty(problem.lse_shape)
         kernel((parts.out.clone(), parts.lse.clone(), out, lse, None))

@@ -16,12 +16,15 @@ from torch import Tensor
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8 import ops
-from flash_attn_fp8.specs import CacheTile
+from flash_attn_fp8.simulation import settings
+from flash_attn_fp8.specs import CacheTile, WarpgroupTile
+from flash_attn_fp8.target import Target
 from tests.api.calls import ints, same_bits
 from tests.cached.launch import launched, merged, spec_of
 from tests.data import Inputs, normal
 from tests.plan.sequences import LAYOUTS, Form, Sequence, alone, sequence, together
 
+pytestmark = pytest.mark.usefixtures("on_either")
 SIM: dict[str, Any] = {"impl": "sim", "out_dtype": torch.float32}
 FORMS = {
     "e4m3, scales per token, causal, splits by length": Form(
@@ -41,8 +44,8 @@ LONGEST = 8
 
 
 @lru_cache(maxsize=2)
-def expected_of(name: str) -> tuple[list[Sequence], list[tuple[Tensor, Tensor]]]:
-    """Sequences, and what each has alone."""
+def expected_of(name: str, device: Target) -> tuple[list[Sequence], list[tuple[Tensor, Tensor]]]:
+    """Sequences, and what each has alone on the device that is simulated."""
     form = FORMS[name]
     sequences = [sequence(form, *size, seed=i) for i, size in enumerate(SIZES)]
     return sequences, [alone(form, s) for s in sequences]
@@ -61,7 +64,7 @@ def in_company(
 @pytest.mark.parametrize("name", NAMES)
 def test_in_any_company_as_alone(name: str, layout: str) -> None:
     """In other orders, with other pages of other sizes elsewhere; NaN in every slot between."""
-    sequences, expected = expected_of(name)
+    sequences, expected = expected_of(name, settings().target)
     for order, page_size, seed in (([0, 1, 2, 3, 4], 16, 0), ([3, 1, 0], 1, 5), ([4, 0, 2], 19, 9)):
         results = in_company(FORMS[name], [sequences[i] for i in order], layout, page_size, seed)
         for i, result in zip(order, results, strict=True):
@@ -164,7 +167,8 @@ OTHER_WARPS = ((1, 1, 2), (2, 1, 4), (4, 1, 5))  # m_warps, m_tiles, stages
     "name", [n if i == 0 else pytest.param(n, marks=SLOW) for i, n in enumerate(WARPS)]
 )
 def test_however_many_warps_share_the_work(name: str) -> None:
-    """The plain kernel, with one warp of 16 rows for each group and two stages, and others."""
+    """The plain kernel, with one warp of 16 rows for each group and two stages, and others; on SM90
+    with few rows a CTA, and all."""
     shape, options = WARPS[name]
     x = normal(batch=2, seqlen_q=3, seqlen_k=290, fmt="bf16", kv_fmt="e4m3", per="token_head",
                **shape)  # type: ignore[arg-type]  # fmt: skip
@@ -177,14 +181,23 @@ def test_however_many_warps_share_the_work(name: str) -> None:
     results = fa.flash_attn_varlen_func(**_arguments(call))
     has_splits = "seqlen_k_per_split" in options
     assert same_bits(merged(call, expected) if has_splits else tuple(expected), results)
-    others = OTHER_WARPS[:2] if shape["d"] == 256 else OTHER_WARPS
-    for m_warps, m_tiles, stages in others:
-        other = replace(tile, m_warps=m_warps, m_tiles=m_tiles, stages=stages)
-        assert isinstance(other, CacheTile)
+    for other in _others(tile):
         parts = launched(call, other)
         assert same_bits(tuple(parts), tuple(expected)), other
         if has_splits:
             assert same_bits(merged(call, parts), results)
+
+
+def _others(tile: CacheTile | WarpgroupTile) -> list[CacheTile | WarpgroupTile]:
+    """Tiles that divide keys alike."""
+    if isinstance(tile, WarpgroupTile):
+        assert tile.rows == 48 or tile.rows == 56
+        return [replace(tile, rows=r, stages=s, ctas=1) for r, s in ((8, 3), (24, 2), (64, 3))]
+    wide = tile.key_warps == 2
+    return [
+        replace(tile, m_warps=m_warps, m_tiles=m_tiles, stages=stages)
+        for m_warps, m_tiles, stages in (OTHER_WARPS[:2] if wide else OTHER_WARPS)
+    ]
 
 
 def _arguments(call: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tests.budget import FP32_EPS, FP32_STEPS
 LENGTHS = (1, 2, 11, 36)
 HEADS_KV = 4  # each has a quarter of the codes
 HARDWARE, SHIFTS = "sm_100a:4", "sm_80:4"  # with the instruction that converts fp8, and without
+WARPGROUPS = "sm_90a:4"  # where codes are the first operands of products
 
 
 def all_codes(fmt: str, width: int) -> Tensor:
@@ -89,8 +90,10 @@ CASES = [
     ("e4m3", "bf16", SHIFTS),
     ("e5m2", "fp16", HARDWARE),
     ("int8", "bf16", HARDWARE),
+    ("e4m3", "bf16", WARPGROUPS),
+    ("int8", "fp16", WARPGROUPS),
     pytest.param("e4m3", "fp16", SHIFTS, marks=pytest.mark.slow),
-    pytest.param("e4m3", "bf16", "sm_90a:4", marks=pytest.mark.slow),
+    pytest.param("e5m2", "bf16", WARPGROUPS, marks=pytest.mark.slow),
     pytest.param("e5m2", "bf16", SHIFTS, marks=pytest.mark.slow),
     pytest.param("int8", "fp16", SHIFTS, marks=pytest.mark.slow),
 ]
@@ -113,7 +116,8 @@ def test_every_finite_code_of_k(fmt: str, q_name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "target"), [("e4m3", HARDWARE), ("e4m3", SHIFTS), ("e5m2", HARDWARE)]
+    ("fmt", "target"),
+    [("e4m3", HARDWARE), ("e4m3", SHIFTS), ("e5m2", HARDWARE), ("e5m2", WARPGROUPS)],
 )
 def test_codes_of_k_that_are_not_finite(fmt: str, target: str) -> None:
     """NaN and +inf make rows NaN that see their key; a score of -inf has no weight."""
@@ -148,15 +152,19 @@ def test_codes_of_k_that_are_not_finite(fmt: str, target: str) -> None:
 
 
 SLOW = pytest.mark.slow
-DIMS = [(96, 96), (256, 256), pytest.param((192, 128), marks=SLOW),
-        pytest.param((128, 128), marks=SLOW), pytest.param((192, 192), marks=SLOW)]  # fmt: skip
+PLACES = [
+    (HARDWARE, (96, 96)),
+    (HARDWARE, (256, 256)),
+    (WARPGROUPS, (128, 128)),
+    *(pytest.param(HARDWARE, d, marks=SLOW) for d in ((192, 128), (128, 128), (192, 192))),
+    *(pytest.param(SHIFTS, d, marks=SLOW) for d in ((96, 96), (256, 256), (192, 128), (128, 128),
+                                                    (192, 192))),
+    pytest.param(WARPGROUPS, (192, 128), marks=SLOW),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize(
-    "target", [HARDWARE, pytest.param(SHIFTS, marks=pytest.mark.slow)], ids=["sm_100a", "sm_80"]
-)
-def test_every_place_of_a_row_at_every_head_dim(dims: tuple[int, int], target: str) -> None:
+@pytest.mark.parametrize(("target", "dims"), PLACES, ids=str)
+def test_every_place_of_a_row_at_every_head_dim(target: str, dims: tuple[int, int]) -> None:
     """Rows are read in vectors of other sizes, permuted in other ways."""
     d, dv = dims
     k, v = finite(all_codes("e4m3", d)), all_codes("e4m3", dv)

@@ -12,6 +12,8 @@ import flash_attn_fp8 as fa
 from flash_attn_fp8 import ops
 from tests.quantize.test_groups import ints
 
+pytestmark = pytest.mark.usefixtures("on_either")
+
 
 def cache(slots: int = 64) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)

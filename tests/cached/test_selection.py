@@ -22,6 +22,8 @@ from tests.budget import (
 )
 from tests.data import normal, paged
 
+pytestmark = pytest.mark.usefixtures("on_either")
+
 BATCH, HEADS_KV, GROUP, D, SLOTS = 2, 2, 3, 64, 160
 LENGTHS = (150, 77)
 

@@ -1,0 +1,120 @@
+"""The cache kernel with products of warpgroups, on SM90, beside the emulation and the definition.
+
+`on_either` runs other modules of this folder on it as well.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flash_attn_fp8 as fa
+from benchmarks import sass
+from flash_attn_fp8.cache_tile import DECODE_ROWS, warpgroup_tile_for
+from flash_attn_fp8.compiler import cache, link
+from flash_attn_fp8.kernels.cached.warpgroup.geometry import WarpgroupGeometry
+from flash_attn_fp8.plan import FEW_ROWS_OF_CODES
+from flash_attn_fp8.specs import CacheSpec, WarpgroupTile
+from flash_attn_fp8.target import SHARED_MEMORY, target_named
+from tests.budget import assert_like_emulation, budget_of, check_within
+from tests.cached.configurations import Configuration, configurations
+from tests.cached.launch import simulated
+
+TARGET = "sm_90a:4"
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
+PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
+
+
+def runs_here(c: Configuration) -> bool:
+    """Over codes, of head dims that fill products, and not converted first."""
+    of_codes = c.formats[1] in ("e4m3", "e5m2", "int8")
+    return of_codes and c.head_dims in HEAD_DIMS and c.group * c.tokens <= FEW_ROWS_OF_CODES
+
+
+EVERY = 4  # of those that take little, one in so many is in the default run
+POSSIBLE = [c for c in configurations() if runs_here(c)]
+CHEAP = [c for c in POSSIBLE if c.group * c.tokens <= DECODE_ROWS]
+CASES = [c if c in CHEAP[::EVERY] else pytest.param(c, marks=pytest.mark.slow) for c in POSSIBLE]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_like_the_emulation_and_within_the_budget(case: Configuration) -> None:
+    call = case.arguments()
+    described = fa.flash_attn_varlen_func.describe_call(**call, impl="sim")
+    out, lse = simulated(described, target_named(TARGET))
+    budget = budget_of(described)
+    check_within(budget, out, lse)
+    emulated, _ = fa.flash_attn_varlen_func(**call, impl="tiled")
+    assert_like_emulation(out, lse, emulated, budget, own_tiles=True)
+
+
+def spec_of(rows: int, head_dims: tuple[int, int], **options: Any) -> CacheSpec:
+    """Of decode over a paged cache of e4m3 with scales per token, `rows` a KV head."""
+    dtype = options.pop("dtype", torch.float8_e4m3fn)
+    q = torch.empty(2, 1, rows, head_dims[0], dtype=torch.bfloat16, device="meta")
+    k, v = (torch.empty(64, 16, 1, d, dtype=dtype, device="meta") for d in head_dims)
+    scale = torch.empty(64, 16, 1, device="meta")
+    table = torch.empty(2, 32, dtype=torch.int32, device="meta")
+    explained = fa.explain(
+        fa.flash_attn_with_kvcache, q, k, v, k_descale=scale, v_descale=scale, page_table=table,
+        cache_seqlens=torch.empty(2, dtype=torch.int32, device="meta"), target="sm_90a", **options,
+    )  # fmt: skip
+    spec = explained.plan.spec if explained.plan else None
+    assert isinstance(spec, CacheSpec), str(explained)
+    assert isinstance(spec.tile, WarpgroupTile)
+    return spec
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_all_rows_fit_and_divide_keys_alike(head_dims: tuple[int, int]) -> None:
+    """As many CTAs as are to fit do, with two stages or three."""
+    memory = SHARED_MEMORY["sm_90a"]
+    spec = spec_of(8, head_dims)
+    divisions = set()
+    for rows in (*range(1, 2 * DECODE_ROWS), 1000):
+        for full in (False, True):
+            tile = warpgroup_tile_for(rows, *head_dims, memory, full=full, scattered=False)
+            g = WarpgroupGeometry(replace(spec, tile=tile))
+            assert tile.ctas * (g.shared_bytes + 4 * g.row_numbers + 1024) <= memory, tile
+            assert tile.stages in (2, 3)
+            assert tile.block_m >= rows or rows > DECODE_ROWS, "decode reads a cache once"
+            assert tile.block_m in range(8, DECODE_ROWS + 1, 8)
+            divisions.add((tile.key_warps, tile.n_block))
+    assert len(divisions) == 1
+
+
+KINDS: dict[str, tuple[int, tuple[int, int], dict[str, Any]]] = {
+    "16 rows": (16, (128, 128), {}),
+    "64 rows, splits": (64, (128, 128), {"num_splits": 2, "causal": True}),
+    "24 rows, int8, chosen": (
+        24, (128, 128),
+        {"dtype": torch.int8, "selection": torch.empty(2, 1, 99, dtype=torch.int32, device="meta")},
+    ),
+    "32 rows, window, softcap": (32, (64, 64), {"window_size": (99, 0), "softcap": 3.0}),
+    "64 rows, window, softcap": (64, (192, 128), {"window_size": (99, 0), "softcap": 3.0}),
+}  # fmt: skip
+FEW = ("16 rows", "64 rows, splits")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="nvdisasm is not made for macOS")
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in KINDS]
+)
+def test_registers_do_and_products_are_not_serialised(name: str) -> None:
+    rows, head_dims, options = KINDS[name]
+    entry = cache.keep(spec_of(rows, head_dims, **options), "sm_90a", "simulator")
+    cubin = (entry / link.CUBIN).read_bytes()
+    (blocks,) = sass.functions(sass.printed("nvdisasm", cubin=cubin)).values()
+    assert any(sass.loops(blocks))
+    assert sass.spills(blocks) == {}
+    if Path(PTXAS).exists():
+        command = [PTXAS, "-arch=sm_90a", "-v", str(entry / "kernel.ptx"), "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert "C75" not in said.stdout + said.stderr

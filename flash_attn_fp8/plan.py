@@ -46,7 +46,8 @@ TILE_M, TILE_N = TILE, TILE  # the kernels' tile of query rows x keys, which `ti
 
 # Query rows of a KV head up to which the cache kernel takes 16-bit queries on SM90.
 FEW_ROWS = 64
-# The same over 8-bit codes, whose conversion costs five times their bytes: rows of each key.
+# The same over 8-bit codes, whose conversion costs five times their bytes: rows of each key (an
+# H200, 65,536 keys: docs/kernel_cache.md).
 FEW_ROWS_OF_CODES = 256
 WIDENED_BYTES = 4 * 2**30  # of K and V in 16 bits that a call may take while it runs
 # Of the cache kernel: below that, merging parts takes longer than the parts save (an H200).
@@ -255,9 +256,9 @@ def _runs_cache_kernel(problem: Problem, target: Target) -> bool:
 
     There 16-bit queries have two kernels. A tile of the forward kernel has 128 rows, of which few
     queries leave most idle, and every CTA of it waits for its first keys alone; the cache kernel
-    gives each warp 16 rows and keys of its own, which is what reading a cache as fast as memory
-    goes takes. From more rows on the tensor core is the limit, and the cache kernel's instructions
-    of 16 rows reach half of it. Then it pays, too, to convert 8-bit codes to what `wgmma` reads.
+    gives warps, or over codes warpgroups, keys of their own, which is what reading a cache as fast
+    as memory goes takes. From more rows on the tensor core is the limit, of which the cache kernel
+    reaches less. Then it pays, too, to convert 8-bit codes to what the forward kernel reads.
     """
     if not uses_cache_kernel(problem, target.arch):
         return False

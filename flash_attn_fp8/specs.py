@@ -7,7 +7,7 @@ the same code, whatever their sizes. Standard library only, so that planning loa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flash_attn_fp8.problem import Traits
 
@@ -153,7 +153,7 @@ class CacheTile:
 
 @dataclass(frozen=True)
 class WarpgroupTile:
-    """How a CTA of the cache kernel divides them where warpgroups multiply, by `wgmma` (SM90).
+    """How a CTA of the cache kernel divides rows and keys among warpgroups, on SM90.
 
     A warpgroup takes `n_block` keys at a time, as the rows of a product whose columns are all
     `rows` rows of the CTA: 8 to 64, in eights. `key_warps` of them take key tiles in turn, each
@@ -164,9 +164,9 @@ class WarpgroupTile:
     key_warps: int
     stages: int
     ctas: int
-    n_block: int = 64  # what one product has
-    m_warps: int = 4
-    m_tiles: int = 1
+    n_block: ClassVar[int] = 64  # what one product has of its first operand's rows
+    m_warps: ClassVar[int] = 4
+    m_tiles: ClassVar[int] = 1
 
     @property
     def block_m(self) -> int:

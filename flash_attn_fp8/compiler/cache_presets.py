@@ -1,7 +1,8 @@
 """Presets of the cache kernel: 16-bit queries over a quantised cache, and what fills the cache.
 
 As in `presets.py`, a preset stands for calls on meta tensors, and its specs are those of their
-plans. Pages of every size have one kernel; what differs is how many rows ride together.
+plans. What differs is how many rows ride together; on SM90 also whether there are CTAs for two a
+multiprocessor, and whether pages have one slot.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from flash_attn_fp8.specs import AppendSpec
 from flash_attn_fp8.target import has_fp8
 
 Scales = Literal["token_head", "tensor"]
-# Query rows of chunks of a prefill: any number that fills a CTA's; and so many that SM90 converts
-# the cache first.
+_MANY = 512  # sequences
+# Query rows of chunks of a prefill: whole CTAs; and so many that SM90 converts the cache first.
 _CHUNKS = FEW_ROWS_OF_CODES, 2 * FEW_ROWS_OF_CODES
 
 
@@ -44,11 +45,12 @@ class CachePreset:
     selected: bool = False
 
     def calls(self) -> Iterator[Call]:
-        """The calls, of two sequences and two KV heads."""
-        kinds = product(self.groups, self.formats, self.paged, self.scales, (1, 2))
-        for group, fmt, paged, scales, parts in kinds:
+        """The calls, of two KV heads, in small batches and in such as fill a GPU."""
+        pages = [size for paged in self.paged for size in ((16, 1) if paged else (None,))]
+        kinds = product(self.groups, self.formats, pages, self.scales, (1, 2), (2, _MANY))
+        for group, fmt, page_size, scales, parts, batch in kinds:
             for tokens in (*self.tokens, *(-(-rows // group) for rows in _CHUNKS)):
-                yield self._call((group, tokens), fmt, paged, scales, parts)
+                yield self._call((group, tokens), fmt, page_size, scales, parts, batch)
 
     def appends(self, arch: str) -> Iterator[AppendSpec]:
         """The kernels that quantise into such a cache."""
@@ -62,23 +64,29 @@ class CachePreset:
                     )  # fmt: skip
 
     def _call(
-        self, rows: tuple[int, int], fmt: str, paged: bool, scales: Scales, parts: int
+        self,
+        rows: tuple[int, int],
+        fmt: str,
+        page_size: int | None,
+        scales: Scales,
+        parts: int,
+        batch: int,
     ) -> Call:
         (group, tokens), (d, dv) = rows, self.head_dims
-        lead = (16, 16) if paged else (2, 1024)
+        lead = (16, page_size) if page_size else (batch, 1024)
         scale = None
         if FORMATS[fmt].is_8bit:
             shape = (1,) if scales == "tensor" else (*lead, 2)
             scale = _meta(torch.float32, *shape)
         operands = Operands(
-            _meta(FORMATS[self.q_format].dtype, 2, tokens, 2 * group, d),
+            _meta(FORMATS[self.q_format].dtype, batch, tokens, 2 * group, d),
             _meta(FORMATS[fmt].dtype, *lead, 2, d),
             _meta(FORMATS[fmt].dtype, *lead, 2, dv),
-            seqused_k=_meta(torch.int32, 2),
-            page_table=_meta(torch.int32, 2, 64) if paged else None,
+            seqused_k=_meta(torch.int32, batch),
+            page_table=_meta(torch.int32, batch, 64) if page_size else None,
             k_descale=scale,
             v_descale=scale,
-            selection=_meta(torch.int32, 2, 2, 64) if self.selected else None,
+            selection=_meta(torch.int32, batch, 2, 64) if self.selected else None,
         )
         options = Options(causal=True, num_splits=parts, impl="cute")
         return Call("flash_attn_with_kvcache", operands, options)

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 
-from flash_attn_fp8.kernels.cached.context import Context, band
+from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import (
     INDEX,
     chunk_at,
@@ -22,10 +22,11 @@ from flash_attn_fp8.kernels.cached.load import (
     ring_view,
 )
 from flash_attn_fp8.kernels.cached.products import interleaved, mma
+from flash_attn_fp8.kernels.cached.scores import in_log2, is_masked, log2_and_inverse, seen_keys
 from flash_attn_fp8.kernels.codes import pairs
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import packed
-from flash_attn_fp8.kernels.online import capped, raised
+from flash_attn_fp8.kernels.online import raised
 from flash_attn_fp8.kernels.ptx import once_if
 from flash_attn_fp8.specs import ROWS_PER_MMA
 
@@ -146,10 +147,7 @@ def _inverses(ctx, scales):
     inverse = cute.make_rmem_tensor(v.layout, Float32)
     for n in range(ctx.geometry.n_tiles):
         for i in range(2):
-            # A key that does not count has scale 0, and P 0. Where a scale is NaN, P of the rows
-            # that see its key is NaN already, and that of the others 0.
-            inverse[i, n] = select(v[i, n] > 0.0, cute.arch.rcp_approx(v[i, n]), Float32(0.0))
-            v[i, n] = cute.math.log2(v[i, n], fastmath=True)
+            v[i, n], inverse[i, n] = log2_and_inverse(v[i, n])
     return inverse
 
 
@@ -161,43 +159,17 @@ def _to_log2(
     k_scale, v_log2 = scales
     for n in cutlass.range_constexpr(ctx.geometry.n_tiles):
         for i in cutlass.range_constexpr(2):
-            x = s[2 * half + i, n, m] * factor
-            if const_expr(k_scale is not None):
-                x = x * k_scale[i, n]
-            if const_expr(ctx.traits.softcap):
-                x = capped(x, ctx.scalars.softcap)
-            if const_expr(v_log2 is not None):
-                x = x + v_log2[i, n]
-            s[2 * half + i, n, m] = x
-
-
-@cute.jit
-def is_masked(ctx, n_block):
-    """Whether some row of the CTA does not see every key of the tile."""
-    n = ctx.spec.tile.n_block
-    if const_expr(ctx.traits.selection is not None):
-        result = cutlass.Boolean(True)
-    else:
-        work, group = ctx.work, ctx.traits.q_heads_per_kv_head
-        of_last = (work.row + ctx.spec.tile.block_m - 1) // group
-        _, hi = band(ctx.traits, ctx.scalars, work.row // group, work.seqlen_q, work.seqlen_k)
-        lo, _ = band(ctx.traits, ctx.scalars, of_last, work.seqlen_q, work.seqlen_k)
-        lo, hi = cutlass.max(lo, work.first), cutlass.min(hi, work.last)
-        result = (n_block * n < lo) | ((n_block + 1) * n > hi)
-    return result
+            of_key = [None if x is None else x[i, n] for x in (k_scale, v_log2)]
+            s[2 * half + i, n, m] = in_log2(ctx, s[2 * half + i, n, m], factor, *of_key)
 
 
 @cute.jit
 def _mask(ctx, s, m: cutlass.Constexpr, half: cutlass.Constexpr, n_block, stage):
     """Keys that the row does not see become -inf."""
     token, _ = ctx.query(m, half)
-    lo, hi = ctx.visible(token)
-    first, last = ctx.work.first, ctx.work.last
-    if const_expr(ctx.traits.selection is None):
-        lo, hi = cutlass.max(lo, first), cutlass.min(hi, last)
-    else:
+    lo, hi = seen_keys(ctx, token)
+    if const_expr(ctx.traits.selection is not None):
         indices = numbers_view(ctx, stage, INDEX, Int32)
-        lo = cutlass.max(lo, 0)  # -1: a key that does not count
     for n in cutlass.range_constexpr(ctx.geometry.n_tiles):
         for i in cutlass.range_constexpr(2):
             key = n_block * ctx.spec.tile.n_block + n * 8 + ctx.lane % 4 * 2 + i

@@ -39,7 +39,10 @@ class Work(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """What numbers of CTAs and tokens are divided by: a division by any other takes its time."""
+    """What numbers of CTAs and tokens are divided by: a division by any other takes its time.
+
+    `heads`: of K and V. `page_size`: nothing that is used where nothing is paged.
+    """
 
     heads: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
@@ -119,14 +122,22 @@ class Context:
     def query(self, m_tile: int, half: int, lane=None):
         """(token, query head) of a row: `half` 0 or 1 of the rows that a lane has of an MMA."""
         lane = self.lane if lane is None else lane
-        group = self.traits.q_heads_per_kv_head
         tile = self.m_warp * self.spec.tile.m_tiles + m_tile
-        row = self.work.row + tile * ROWS_PER_MMA + half * 8 + lane // 4
+        return self.token_and_head(tile * ROWS_PER_MMA + half * 8 + lane // 4)
+
+    def token_and_head(self, row):
+        """Of a row of the CTA."""
+        group = self.traits.q_heads_per_kv_head
+        row = self.work.row + row
         return row // group, self.work.kv_head * group + row % group
+
+    def band(self, token):
+        """Keys [lo, hi) of the sequence that a token sees."""
+        return band(self.traits, self.scalars, token, self.work.seqlen_q, self.work.seqlen_k)
 
     def visible(self, token):
         """Keys [lo, hi) that a token sees: none past the sequence's last query."""
-        lo, hi = band(self.traits, self.scalars, token, self.work.seqlen_q, self.work.seqlen_k)
+        lo, hi = self.band(token)
         return lo, select(token < self.work.seqlen_q, hi, Int32(0))
 
 

@@ -1,6 +1,7 @@
 """The cache kernel: 16-bit queries over a quantised KV cache; decode, extend, chosen cells.
 
-docs/kernel_cache.md has the data flow. Any GPU from sm_80 on: asynchronous copies, `mma.sync`.
+docs/kernel_cache.md has the data flow. Any GPU from sm_80 on: asynchronous copies, `mma.sync`; over
+codes on SM90 `wgmma` (`warpgroup/`).
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class CacheForward:
         m_blocks = m_blocks_of(self.spec, scalars)
         ctas = heads * m_blocks * scalars.num_splits * batch
         by = heads, scalars.num_splits, m_blocks, tensors.k.shape[1]
-        divisors = Divisors(
-            *(cute.FastDivmodDivisorV2(Uint32(cutlass.max(Int32(x), 1))) for x in by)
-        )
+        # 0 where there is nothing to do: not to be divided by, on the host.
+        at_least_1 = [Uint32(cutlass.max(Int32(x), 1)) for x in by]
+        divisors = Divisors(*map(cute.FastDivmodDivisorV2, at_least_1))
         self.kernel.set_name_prefix("flash_attn_fp8_cache_forward")
         self.kernel(tensors, scalars, divisors).launch(
             grid=(cutlass.max(ctas, 1), 1, 1),
@@ -66,10 +67,12 @@ class CacheForward:
         """Device code."""
         if const_expr(self.spec.split and self.spec.overlaps):
             cute.arch.griddepcontrol_launch_dependents()  # they wait for this grid's end
-        ctx = self._context(tensors, scalars, divisors)
+        smem = SmemAllocator()
+        ctx = self._context(tensors, scalars, divisors, smem)
         if const_expr(self.in_warpgroups):
-            state = warpgroup_attend.new_state(ctx, self._shared)
-            queries = partial(self._share_queries, self._shared)
+            memory = Shared.allocated(smem, self.geometry)
+            state = warpgroup_attend.new_state(ctx, memory)
+            queries = partial(self._share_queries, memory)
             each_tile(ctx, queries, warpgroup_attend.attend_tile, state)
             warpgroup_finish.finish(ctx, state)
         else:
@@ -83,25 +86,21 @@ class CacheForward:
     def _unwritten(self, ctx: Context) -> Unwritten:
         """Output rows of no CTA."""
         t, spec = ctx.tensors, self.spec
-        group, block_m = spec.traits.q_heads_per_kv_head, spec.tile.block_m
-        rows = cute.ceil_div(ctx.scalars.max_seqlen_q * group, block_m) * block_m
+        rows = m_blocks_of(spec, ctx.scalars) * spec.tile.block_m
         return Unwritten(
             out=t.out,
             lse=t.lse,
             starts=t.cu_seqlens_q,
-            covered=rows // group if spec.traits.seqused_q else None,
+            covered=rows // spec.traits.q_heads_per_kv_head if spec.traits.seqused_q else None,
             parts=ctx.scalars.num_splits if spec.split else None,
             dtype=ctx.out_dtype,
         )
 
-    def _context(self, tensors, scalars, divisors) -> Context:
+    def _context(self, tensors, scalars, divisors, smem) -> Context:
         g = self.geometry
-        smem = SmemAllocator()
         rings = smem.allocate_array(cutlass.Uint8, g.rings_bytes, byte_alignment=128)
         queries = None
-        if self.in_warpgroups:
-            self._shared = Shared.allocated(smem, g)
-        elif g.q_in_shared_memory:
+        if not self.in_warpgroups and g.q_in_shared_memory:
             queries = smem.allocate_array(cutlass.Uint8, g.q_bytes, byte_alignment=128)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         work = work_of(g, tensors, scalars, divisors, cute.arch.block_idx()[0])

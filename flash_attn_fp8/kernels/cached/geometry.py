@@ -15,11 +15,12 @@ NUMBERS_OF_KEY = 3  # 32-bit numbers of a key in shared memory: K's scale, V's s
 
 @dataclass(frozen=True)
 class Operand:
-    """K or V in a ring: `width` elements a row, of `element` bytes, of which a lane reads `share`.
+    """K or V in a ring: `width` elements a row, of `element` bytes, of which `lanes` read a share.
 
     A lane reads vectors of `vector` bytes: of K a fourth of each block of 4 vectors, of V an
-    eighth of the row. Chunks of 16 bytes are permuted within a row so that the eight lanes whose
-    reads go together meet no bank twice.
+    eighth of the row (a warpgroup's lane a 32nd, which may be less than a vector). Chunks of 16
+    bytes are permuted within a row so that the eight lanes whose reads go together meet no bank
+    twice.
     """
 
     width: int

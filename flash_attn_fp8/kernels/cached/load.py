@@ -154,7 +154,7 @@ def _asked(known: list, row):
 
 
 def _counts(ctx, key):
-    """Whether a key of the tile is among those of the work."""
+    """Whether a key of a tile is among those of the work. Parts begin on tiles, windows do not."""
     below = key < ctx.work.last
     return below & (key >= ctx.work.first) if ctx.traits.bounded_left else below
 
@@ -175,8 +175,8 @@ def _place_of(ctx, key, place, number: int):
 def chunk_at(ctx, operand: Operand, row, chunk):
     """Where a chunk of a row lies in shared memory: see `Operand`.
 
-    Readers ask for vectors, which are chunks where rows are swizzled: those are multiples of 128
-    bytes, of which a lane reads vectors of 16.
+    Readers ask for vectors, which are chunks where rows of a warp's products are swizzled: those
+    are multiples of 128 bytes, of which a lane reads vectors of 16.
     """
     if operand.lanes == WARP:  # V of a warpgroup: four rows, two apart, of each a chunk or two
         return chunk ^ ((row >> 1 & 3) << int(operand.share > 2))

@@ -11,6 +11,7 @@ from cutlass import Float32, const_expr
 from cutlass import select_ as select
 
 from flash_attn_fp8.kernels.cached.context import Context
+from flash_attn_fp8.kernels.cached.scores import merged_sum, weight_of
 from flash_attn_fp8.kernels.codes import bias_log2
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.online import finished, sink_logit
@@ -63,15 +64,11 @@ def _share_sums(ctx, state):
     cute.arch.sync_threads()
     for m in cutlass.range_constexpr(g.spec.tile.m_tiles):
         for half in cutlass.range_constexpr(2):
-            highest = Float32(NEG_INF)
-            for group in cutlass.range_constexpr(g.spec.tile.key_warps):
-                highest = cute.arch.fmax(highest, sums[0, half, m, thread, group], nan=True)
-            finite = select(highest == NEG_INF, Float32(0.0), highest)
-            total = Float32(0.0)
-            for group in cutlass.range_constexpr(g.spec.tile.key_warps):
-                weight = cute.math.exp2(sums[0, half, m, thread, group] - finite, fastmath=True)
-                total = total + weight * sums[1, half, m, thread, group]
-            mine = cute.math.exp2(state.row_max[half, m] - finite, fastmath=True)
+            of_groups = range(g.spec.tile.key_warps)
+            highest, total = merged_sum(
+                *([sums[what, half, m, thread, group] for group in of_groups] for what in range(2))
+            )
+            mine = weight_of(state.row_max[half, m], highest)
             for j in cutlass.range_constexpr(g.v_tiles):
                 for i in cutlass.range_constexpr(2):
                     state.o[2 * half + i, j, m] = state.o[2 * half + i, j, m] * mine
@@ -81,19 +78,24 @@ def _share_sums(ctx, state):
 @cute.jit
 def _normalize(ctx, state, m: cutlass.Constexpr, half: cutlass.Constexpr):
     """What multiplies a row of O; its LSE is written by the first lane that has it."""
-    row_max, row_sum = state.row_max[half, m], state.row_sum[half, m]
     token, head = ctx.query(m, half)
-    logit = sink_logit(ctx.tensors, head, ctx.work.split if ctx.spec.split else None)
-    factor, lse = finished(row_max, row_sum, row_sum, logit, ctx.traits.policy.max_offset)
-    if const_expr(ctx.spec.writes_lse):
-        if (ctx.lane % 4 == 0) & (ctx.key_warp == 0) & (token < ctx.work.extent_q):
-            write_lse(ctx, token, head, select(token < ctx.work.seqlen_q, lse, NEG_INF))
-    return factor * output_factor(ctx)
+    writes = (ctx.lane % 4 == 0) & (ctx.key_warp == 0)
+    return normalizer(ctx, token, head, state.row_max[half, m], state.row_sum[half, m], writes)
 
 
 @cute.jit
-def write_lse(ctx, token, head, lse):
-    """Of a row that the sequence has room for."""
+def normalizer(ctx, token, head, row_max, row_sum, writes):
+    """What multiplies a row of O, whose LSE is written where `writes`."""
+    logit = sink_logit(ctx.tensors, head, ctx.work.split if ctx.spec.split else None)
+    factor, lse = finished(row_max, row_sum, row_sum, logit, ctx.traits.policy.max_offset)
+    if const_expr(ctx.spec.writes_lse):
+        if writes & (token < ctx.work.extent_q):
+            _write_lse(ctx, token, head, select(token < ctx.work.seqlen_q, lse, NEG_INF))
+    return factor * _output_factor(ctx)
+
+
+@cute.jit
+def _write_lse(ctx, token, head, lse):
     target = part_of(ctx, ctx.tensors.lse)
     if const_expr(ctx.traits.q_layout == "varlen"):
         target[head, ctx.work.offset_q + token] = lse
@@ -102,7 +104,7 @@ def write_lse(ctx, token, head, lse):
 
 
 @cute.jit
-def output_factor(ctx):
+def _output_factor(ctx):
     """V's scale if it has none for each token, one over the output's, one over codes' bias."""
     kind, scale = ctx.traits.v_descale, ctx.tensors.v_descale
     factor = Float32(2.0 ** -bias_log2(ctx.traits.kv_format, ctx.spec.has_fp8))

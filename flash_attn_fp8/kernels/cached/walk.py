@@ -17,7 +17,8 @@ GROUP_BARRIER = 1  # named barriers of groups of warps: this one and those after
 def each_tile(ctx: Context, load_queries: cutlass.Constexpr, visit: cutlass.Constexpr, state):
     """Visit the group's key tiles right to left: `key_warp`, and every key_warps-th before it.
 
-    Queries are loaded while the first keys are on their way.
+    `load_queries(ctx)` returns queries and factors while the first keys are on their way;
+    `visit(ctx, queries, factors, state, n_block, stage)` is called for each tile, which is there.
     """
     tile = ctx.spec.tile
     first, count = _tiles(ctx)

@@ -17,9 +17,9 @@ from cutlass import select_ as select
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from flash_attn_fp8.kernels.cached.attend import is_masked
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import INDEX, numbers_view
+from flash_attn_fp8.kernels.cached.scores import in_log2, is_masked, log2_and_inverse, seen_keys
 from flash_attn_fp8.kernels.cached.walk import GROUP_BARRIER
 from flash_attn_fp8.kernels.cached.warpgroup.products import (
     Shared,
@@ -32,11 +32,12 @@ from flash_attn_fp8.kernels.cached.warpgroup.products import (
 )
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import packed
-from flash_attn_fp8.kernels.online import capped, raised
+from flash_attn_fp8.kernels.online import raised
 from flash_attn_fp8.kernels.ptx import asm, once_if, opaque
-from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
+from flash_attn_fp8.specs import WARP, WarpgroupTile
 
-LOWEST = -(2.0**127)  # of scores: the maximum of a row that saw no key
+_THREADS = WARP * WarpgroupTile.m_warps
+LOWEST = -(2.0**127)  # the maximum of a row that saw no key; scores below it have no weight
 
 
 class State(NamedTuple):
@@ -69,8 +70,8 @@ def new_state(ctx: Context, memory: Shared) -> State:
 def attend_tile(ctx, queries, factors, state, n_block, stage):
     """A tile's keys: scores, probabilities, and what they add to the output.
 
-    K and V have the same registers, one after the other, so that two CTAs fit a multiprocessor:
-    one's products run beside the other's softmax.
+    `queries` are in shared memory. K and V have the same registers, one after the other, so that
+    two CTAs fit a multiprocessor: one's products run beside the other's softmax.
     """
     t = state.tiles
     ask_for_scores(ctx, t, stage)
@@ -85,7 +86,7 @@ def attend_tile(ctx, queries, factors, state, n_block, stage):
     take_values(ctx, t, stage)
     _exponentiate(ctx, state, scales)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
+    cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=_THREADS)
     add_values(ctx, t)
     warpgroup.wait_group(0)
 
@@ -108,58 +109,43 @@ class _Scales(NamedTuple):
 
 
 def _scales_of_keys(ctx, stage) -> _Scales:
-    found = []
-    for kind, per_token in enumerate(ctx.geometry.scales_per_token):
-        values = None
-        if per_token:
-            view = numbers_view(ctx, stage, kind, Float32)
-            keys = [_key_in_tile(ctx, half) for half in range(2)]
-            values = tuple(view[key % 2, key // 2] for key in keys)
-        found.append(values)
-    k, v = found
+    k, v = (
+        _of_keys(ctx, stage, kind) if per_token else None
+        for kind, per_token in enumerate(ctx.geometry.scales_per_token)
+    )
     if v is None:
         return _Scales(k, None, None)
-    # A key that does not count has scale 0, and P 0. Where a scale is NaN, P of the rows
-    # that see its key is NaN already, and that of the others 0.
-    inverse = tuple(select(x > 0.0, cute.arch.rcp_approx(x), Float32(0.0)) for x in v)
-    return _Scales(k, tuple(cute.math.log2(x, fastmath=True) for x in v), inverse)
+    return _Scales(k, *zip(*(log2_and_inverse(x) for x in v), strict=True))
+
+
+def _of_keys(ctx, stage, kind: int) -> tuple:
+    """A number of each of a lane's keys."""
+    view = numbers_view(ctx, stage, kind, Float32)
+    return tuple(view[key % 2, key // 2] for key in (_key_in_tile(ctx, half) for half in range(2)))
 
 
 @cute.jit
 def _to_log2(ctx, s, factors, scales: cutlass.Constexpr):
-    """Scores in log2 units, V's scales included."""
     of_rows = cute.make_rmem_tensor(cute.make_layout(2), Float32)
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         cute.autovec_copy(factors[None, eight], of_rows)
         for half in cutlass.range_constexpr(2):
+            of_key = [None if x is None else x[half] for x in (scales.k, scales.v_log2)]
             for i in cutlass.range_constexpr(2):
-                x = s[i + 2 * half + 4 * eight]
-                if const_expr(scales.k is not None):
-                    x = x * scales.k[half]
-                x = x * of_rows[i]
-                if const_expr(ctx.traits.softcap):
-                    x = capped(x, ctx.scalars.softcap)
-                if const_expr(scales.v_log2 is not None):
-                    x = x + scales.v_log2[half]
-                s[i + 2 * half + 4 * eight] = x
+                number = i + 2 * half + 4 * eight
+                s[number] = in_log2(ctx, s[number], of_rows[i], *of_key)
 
 
 @cute.jit
 def _mask(ctx, s, n_block, stage):
     """Keys that a row does not see become -inf."""
-    first, last = ctx.work.first, ctx.work.last
-    # Or this would be computed for every tile, a round of a loop or not, and kept in registers.
-    first_row = opaque(ctx.work.row)
-    n_block = opaque(n_block)
+    # Or bounds of rows would be computed for every tile, masked or not, and kept in registers.
+    first_row, n_block = opaque(ctx.work.row), opaque(n_block)
     keys = [_key(ctx, n_block, stage, half) for half in range(2)]
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         for i in cutlass.range_constexpr(2):
             row = first_row + row_of_lane(ctx, eight, i)
-            lo, hi = ctx.visible(row // ctx.traits.q_heads_per_kv_head)
-            if const_expr(ctx.traits.selection is None):
-                lo, hi = cutlass.max(lo, first), cutlass.min(hi, last)
-            else:
-                lo = cutlass.max(lo, 0)  # -1: a key that does not count
+            lo, hi = seen_keys(ctx, row // ctx.traits.q_heads_per_kv_head)
             for half in cutlass.range_constexpr(2):
                 sees = (keys[half] >= lo) & (keys[half] < hi)
                 number = i + 2 * half + 4 * eight
@@ -182,8 +168,9 @@ def _exceeds(ctx, state):
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         for i in cutlass.range_constexpr(2):
             highest = cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
-            limit = state.row_max[i, eight] + Float32(ctx.traits.policy.rescale_threshold)
-            within = within & (highest <= limit)
+            # As `raised` computes it: a row must not be raised because another one is.
+            lag = highest - state.row_max[i, eight]
+            within = within & (lag <= ctx.traits.policy.rescale_threshold)
     return select(within, Int32(0), Int32(1))
 
 
@@ -191,7 +178,7 @@ def _exceeds(ctx, state):
 def _any_of_warpgroup(barrier, flag, *, loc=None, ip=None) -> Int32:
     """Whether any thread of the group has a flag; a barrier of the group."""
     text = f"""{{ .reg .pred p, q; setp.ne.b32 p, $2, 0;
-barrier.cta.red.or.pred q, $1, {WARPGROUP}, p; selp.b32 $0, 1, 0, q; }}"""
+barrier.cta.red.or.pred q, $1, {_THREADS}, p; selp.b32 $0, 1, 0, q; }}"""
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, flag)]
     return Int32(asm(T.i32(), operands, text, "=r,r,r,~{memory}", loc, ip, side_effects=True))
 
@@ -200,7 +187,7 @@ barrier.cta.red.or.pred q, $1, {WARPGROUP}, p; selp.b32 $0, 1, 0, q; }}"""
 def _raise_maxima(ctx, state):
     """Exchange the tile's maxima; rows that lag too far get theirs, and what they have follows."""
     g, s = ctx.geometry, state.tiles.s
-    maxima = row_numbers(ctx, state.shared, 0)
+    maxima = row_numbers(ctx, state.shared)[None, None, 0, ctx.key_warp]
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
             highest = cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
@@ -209,7 +196,7 @@ def _raise_maxima(ctx, state):
                 highest = cute.arch.fmax(highest, other, nan=True)
             if ctx.lane < 4:
                 maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp] = highest
-    cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=WARPGROUP)
+    cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=_THREADS)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
             row = row_of_lane(ctx, eight, i)
@@ -248,20 +235,19 @@ def _exponentiate(ctx, state, scales: cutlass.Constexpr):
             p[word_of(g, row, _key_in_tile(ctx, half), True)] = word
 
 
-def row_numbers(ctx, memory: Shared, which: int):
-    """(row, warp) of this warpgroup: its maxima (0) or sums (1)."""
+def row_numbers(ctx, memory: Shared) -> cute.Tensor:
+    """(row, warp, maximum or sum, group) that warps tell one another."""
     g = ctx.geometry
     start = cute.recast_ptr(memory.numbers, dtype=Float32) + g.rows
-    start = start + (ctx.key_warp * 2 + which) * (4 * g.rows)
-    return cute.make_tensor(start, cute.make_layout((g.rows, 4)))
+    return cute.make_tensor(start, cute.make_layout((g.rows, 4, 2, g.spec.tile.key_warps)))
 
 
-def row_factors(ctx, memory: Shared):
+def row_factors(ctx, memory: Shared) -> cute.Tensor:
     """(row,) factors of scores, and in the end of output."""
     start = cute.recast_ptr(memory.numbers, dtype=Float32)
     return cute.make_tensor(start, cute.make_layout(ctx.geometry.rows))
 
 
 def row_of_lane(ctx, eight: int, i: int):
-    """A row of a lane's warpgroup."""
+    """A row of a lane."""
     return eight * 8 + ctx.lane % 4 * 2 + i

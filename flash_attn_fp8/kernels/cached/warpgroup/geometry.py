@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flash_attn_fp8.kernels.cached.geometry import CacheGeometry, Operand
-from flash_attn_fp8.specs import WARP
+from flash_attn_fp8.specs import WARP, WarpgroupTile
 
-KEYS = 64  # of a tile: what one product has of its first operand's rows
+KEYS = WarpgroupTile.n_block
 _PAD = 4  # numbers between rows of partial output, so that writers meet no bank twice
 
 
@@ -44,10 +44,6 @@ class WarpgroupGeometry(CacheGeometry):
         return self.head_dim_v // WARP
 
     @property
-    def q_in_shared_memory(self) -> bool:
-        return True
-
-    @property
     def q_bytes(self) -> int:
         return 2 * self.rows * self.spec.traits.head_dim
 
@@ -57,7 +53,7 @@ class WarpgroupGeometry(CacheGeometry):
         return 2 * self.rows * KEYS
 
     @property
-    def row_numbers(self) -> int:
+    def numbers_count(self) -> int:
         """Of 32 bits: a factor of each row, and from each warpgroup maxima and sums of 4 warps."""
         return self.rows * (1 + 8 * self.spec.tile.key_warps)
 
@@ -73,3 +69,8 @@ class WarpgroupGeometry(CacheGeometry):
     @property
     def rings_bytes(self) -> int:
         return max(super().rings_bytes, self.parts_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        p_bytes = self.p_bytes * self.spec.tile.key_warps
+        return self.rings_bytes + self.q_bytes + p_bytes + 4 * self.numbers_count

@@ -16,7 +16,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Uint8, Uint16, Uint32, const_expr
+from cutlass import Float32, Uint8, Uint16, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from flash_attn_fp8.kernels.cached.attend import operand_b
@@ -41,7 +41,7 @@ class Shared:
     @classmethod
     def allocated(cls, smem, g) -> Shared:
         """For a CTA."""
-        sizes = g.q_bytes, g.p_bytes * g.spec.tile.key_warps, 4 * g.row_numbers
+        sizes = g.q_bytes, g.p_bytes * g.spec.tile.key_warps, 4 * g.numbers_count
         return cls(*(smem.allocate_array(Uint8, size, byte_alignment=128) for size in sizes))
 
     def p_of(self, ctx: Context) -> cute.Pointer:
@@ -128,7 +128,7 @@ def word_of(g, row, column, along_rows: bool):
 def ask_for_scores(ctx: Context, t: cutlass.Constexpr, stage):
     """Start S of the tile in a stage."""
     g = ctx.geometry
-    fmt, element = ctx.traits.kv_format, g.element
+    fmt = ctx.traits.kv_format
     k, target = ring_view(ctx, stage, g.k, 0), words_of(t.k)
     words = cute.make_rmem_tensor(cute.make_layout((g.k.words, 1)), Uint32)
     for half in cutlass.range_constexpr(2):
@@ -136,8 +136,8 @@ def ask_for_scores(ctx: Context, t: cutlass.Constexpr, stage):
         for block in cutlass.range_constexpr(g.k.vectors):
             vector = chunk_at(ctx, g.k, row, block * 4 + ctx.lane % 4)
             cute.autovec_copy(k[None, vector, row], words[None, 0])
-            for i in cutlass.range_constexpr(g.k.words // element):
-                step = block * (g.k.words // element) + i
+            for i in cutlass.range_constexpr(g.k.words):
+                step = block * g.k.words + i
                 low, high = operand_b(ctx, fmt, words, i, 0)
                 target[4 * step + half], target[4 * step + 2 + half] = low, high
     multiply(t.qk, t.s, t.k, t.q, 0)
@@ -146,48 +146,36 @@ def ask_for_scores(ctx: Context, t: cutlass.Constexpr, stage):
 @cute.jit
 def take_values(ctx: Context, t: cutlass.Constexpr, stage):
     """V of the tile in a stage, transposed, in registers."""
-    g = ctx.geometry
     targets = [words_of(v) for v in t.v]
-    dtype = Uint16 if const_expr(g.v.share == 2) else Uint32
-    count = max(g.v.share // 4, 1)
-    read = cute.make_rmem_tensor(cute.make_layout((count, 2)), dtype)
     for pair in cutlass.range_constexpr(KEYS // 8):
-        for i in cutlass.range_constexpr(2):
-            row = pair * 8 + ctx.lane % 4 * 2 + i
-            part = _part_of_row(ctx, stage, row, dtype, count)
-            cute.autovec_copy(part, read[None, i])
+        first = pair * 8 + ctx.lane % 4 * 2
+        columns = _columns(ctx, *(_codes(ctx, stage, first + i) for i in range(2)))
         step, half = pair // 2, pair % 2
-        columns = _columns(ctx, read)
-        for column in cutlass.range_constexpr(g.columns):
+        for column in cutlass.range_constexpr(ctx.geometry.columns):
             targets[column // 2][4 * step + 2 * half + column % 2] = columns[column]
 
 
-def _columns(ctx, read):
-    """Of a lane's parts of two rows, (word, row): for each column the numbers of the two keys."""
-    fmt, mixed = ctx.traits.kv_format, []
-    for word in range(read.shape[0]):
-        mixed += interleaved(fmt, Uint32(read[word, 0]), Uint32(read[word, 1]))
+def _columns(ctx, first: Uint32, second: Uint32) -> list[Uint32]:
+    """Of a lane's codes of two keys: for each column the numbers of both, as a word."""
+    fmt = ctx.traits.kv_format
+    mixed = interleaved(fmt, first, second)[: ctx.geometry.columns // 2]
     return [word for x in mixed for word in pairs(fmt, ctx.spec.has_fp8, x)]
 
 
-def _part_of_row(ctx, stage, row, dtype, count: int):
-    """A lane's part of a row of V, in its place in shared memory."""
+def _codes(ctx, stage, row) -> Uint32:
+    """A lane's codes of a row of V, in the lower bytes: two, or four."""
     g = ctx.geometry
+    dtype = {2: Uint16, 4: Uint32}[g.v.share]
     slot = ctx.key_warp * g.spec.tile.stages + stage
     first = (ctx.m_warp * 8 + ctx.lane // 4) * g.v.share
     at = chunk_at(ctx, g.v, row, first // CHUNK) * CHUNK + first % CHUNK
     offset = slot * g.tile_bytes + g.v_start + row * g.v.row_bytes + at
-    start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset // (dtype.width // 8)
-    return cute.make_tensor(start.align(g.v.share), cute.make_layout(count))
+    rings = cute.recast_ptr(ctx.rings, dtype=dtype)
+    return Uint32(cute.make_tensor(rings + offset // g.v.share, cute.make_layout(1))[0])
 
 
 @cute.jit
 def add_values(ctx: Context, t: cutlass.Constexpr):
     """Start O += V^T P."""
-    warpgroup.fence()
     for n in cutlass.range_constexpr(ctx.geometry.v_products):
-        mma = t.pv
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        for step in cutlass.range_constexpr(KEYS // 16):
-            cute.gemm(mma, t.o[n], t.v[n][None, None, step], t.p[None, None, step, 0], t.o[n])
-    warpgroup.commit_group()
+        multiply(t.pv, t.o[n], t.v[n], t.p, 0, adds=True)

@@ -192,6 +192,27 @@ def test_one_outlier_leaves_the_others_right(outlier: float) -> None:
     assert rel_l2(out, wanted) < CHECK
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("scales", ["token_head", "tensor"])
+def test_scores_of_any_size_leave_p_in_its_format(scales: str, sign: int) -> None:
+    """Where fp32 resolves octaves, and where it resolves less than P's format has; below 0 too.
+
+    Against the definition over the numbers of the copy, whose roundings would choose other keys.
+    """
+    call = replace(PLAIN, scales=scales, out_format="fp32", tokens=90).arguments()
+    call["q"], call["k"] = call["q"].abs(), (sign * call["k"].float().abs()).to(call["k"].dtype)
+    if scales == "token_head":
+        call["v_descale"] = call["v_descale"] * 2.0**8  # as above
+    same = over_fp16(call) if scales == "token_head" else call
+    for scale in (2.0**23, 2.0**26, 2.0**60):
+        out, lse = simulated({**call, "softmax_scale": scale})
+        wanted, wanted_lse = fa.flash_attn_varlen_func(
+            **{**same, "softmax_scale": scale}, impl="reference"
+        )
+        assert rel_l2(out, wanted) < CHECK
+        assert rel_l2(lse, wanted_lse) <= FP32_STEPS * FP32_EPS
+
+
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 def test_every_code_is_exact(fmt: str, to: str) -> None:

@@ -254,6 +254,52 @@ def test_scales_are_applied_in_units_of_a_tile(fmt: str) -> None:
         assert bool((error <= allowed).nan_to_num(1).logical_or(error.isnan()).all())
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
+def test_units_are_those_of_numbers(fmt: str) -> None:
+    """Whatever the scale of zeros is, or one that is not finite: other rows keep their bits.
+
+    Those rows themselves are 0, or NaN and infinity as the product is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(1, 120, (1, 300, 2, 64), generator=generator).to(torch.uint8)
+    codes[:, 7] = 0 if fmt == "int8" else 0x80  # minus 0
+    codes[:, TILE : 2 * TILE] = 0
+    codes[:, 290] = 0
+    codes[:, 290, 0, 0] = 0x80 if fmt == "int8" else 1  # a number
+    scales = torch.rand(1, 300, 2, generator=generator) + 0.1
+    spec = WidenSpec(fmt, "fp16", "fp16", 64, 64, "dense", k_scale=True, v_scale=True)
+    plain = widened(spec, codes, codes, scales, scales)
+    strange = scales.clone()
+    strange[:, 7], strange[:, 200] = 1e35, 1e-30
+    strange[:, 20], strange[:, 30, 0] = torch.nan, torch.inf
+    found = widened(spec, codes, codes, strange, strange)
+    assert plain[2] is not None
+    assert same_bits(found[2], plain[2])
+    for wide, before in zip(found[:2], plain[:2], strict=True):
+        products = codes[0, 20:31].view(FORMATS[fmt].dtype).float() * strange[0, 20:31, :, None]
+        assert bool(wide[0, 20].isnan().all())
+        assert torch.equal(wide[0, 30, 0].float(), products[10, 0])
+        others = [n for n in range(300) if n not in (20, 30)]
+        assert torch.equal(wide[:, others], before[:, others])
+        assert bool(wide[0, 290, 0, 0] != 0)
+
+
+def test_scales_of_zeros_take_no_bits_from_others() -> None:
+    """Nor does a tile of zeros, which has a part of the row sum, beside far larger values."""
+    call = replace(PLAIN, out_format="fp32", mask="none", tokens=90).arguments()
+    for name in "kv":
+        codes, scales = call[name].clone(), call[f"{name}_descale"].clone()
+        codes[:, 77] = 0
+        scales[:, 77] *= 2.0**40
+        call |= {name: codes, f"{name}_descale": scales}
+    call["v"][:, TILE : 2 * TILE] = 0
+    call["v_descale"][:, 2 * TILE :] *= 2.0**30
+    out, lse = simulated(call)
+    wanted, wanted_lse = fa.flash_attn_varlen_func(**call, impl="reference")
+    assert rel_l2(out, wanted) < CHECK
+    assert rel_l2(lse, wanted_lse) < CHECK
+
+
 def widened(
     spec: WidenSpec,
     k: Tensor,

@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 from cutlass.memory import SmemAllocator
 
-from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.formats import FORMATS, ZERO_DESCALE
 from flash_attn_fp8.kernels.codes import halves, pairs
 from flash_attn_fp8.kernels.encode import packed, values_of_16bit
 from flash_attn_fp8.kernels.powers import exponent_of, power_of_two, within_range
@@ -30,6 +30,8 @@ from flash_attn_fp8.specs import TILE, WARP, WidenSpec
 
 _THREADS = 2 * TILE
 _CODES = 8  # of a thread at a time
+# The bits of four codes of which none is set in 0, nor in minus 0.
+_NUMBER = {"e4m3": 0x7F7F7F7F, "e5m2": 0x7F7F7F7F, "int8": 0xFFFFFFFF}
 _TOP = 15  # log2 of what no number of a tile reaches
 
 
@@ -94,14 +96,18 @@ class Widen:
         if const_expr(t.lengths is not None):
             if (tile + head) + thread == 0:
                 t.lengths[batch] = length
-        factors = SmemAllocator().allocate_tensor(Float32, cute.make_layout((TILE, 2)), 16)
+        shared, of_keys = SmemAllocator(), cute.make_layout((TILE, 2))
+        factors = shared.allocate_tensor(Float32, of_keys, 16)
+        any_code = shared.allocate_tensor(Int32, of_keys, 16)
         if tile * TILE < length:
             place = _Place(tile, head, batch, offset, tile * TILE, length)
             # Asked for before anything is done with scales.
             k = self._read(t, t.k, self.spec.head_dim, place)
             v = self._read(t, t.v, self.spec.head_dim_v, place)
             if const_expr(self.spec.scales):
-                self._scales(t, factors, place)
+                scale = self._scale(t, place)
+                self._find_codes(any_code, (k, v))
+                self._scales(t, factors, any_code, scale, place)
             k_factor = factors[None, 0] if const_expr(self.spec.k_scale) else None
             v_factor = factors[None, 1] if const_expr(self.spec.v_scale) else None
             self._write(t.wide_k, k, self.spec.k_format, k_factor, place)
@@ -132,11 +138,8 @@ class Widen:
         return x[(page, key % page_size, *rest)]
 
     @cute.jit
-    def _scales(self, t, factors, place):
-        """(key, K or V): each key's scale in units of its tile's, which are stored.
-
-        The first threads have the keys of K, the others those of V.
-        """
+    def _scale(self, t, place):
+        """That of a thread's key: the first threads have the keys of K, the others those of V."""
         thread = cute.arch.thread_idx()[0]
         key = place.first + thread % TILE
         scale = Float32(0.0)
@@ -147,7 +150,36 @@ class Widen:
             else:
                 if const_expr(self.spec.v_scale):
                     scale = Float32(self._at(t, t.v_scale, place, key))
-        largest = cute.arch.fmax(scale, -scale)  # of NaN and a number, the number
+        return scale
+
+    @cute.jit
+    def _find_codes(self, any_code, operands: cutlass.Constexpr):
+        """(key, K or V): becomes 1 where a code is not 0, else 0."""
+        thread = cute.arch.thread_idx()[0]
+        any_code[thread % TILE, thread // TILE] = 0
+        cute.arch.sync_threads()
+        widths = self.spec.head_dim, self.spec.head_dim_v
+        for kind, (words, width) in enumerate(zip(operands, widths, strict=True)):
+            for n in cutlass.range_constexpr(_vectors(width)):
+                row, _ = _place_of(n, width)
+                bits = Uint32(0)
+                for i in cutlass.range_constexpr(_CODES // 4):
+                    bits = bits | words[i, n]
+                if (bits & _NUMBER[self.spec.kv_format]) != 0:
+                    any_code[row, kind] = 1
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _scales(self, t, factors, any_code, scale, place):
+        """(key, K or V): each key's scale in units of its tile's, which are stored.
+
+        The unit is of the keys that have a number: the scale of zeros is no size, and an infinite
+        one would leave nothing of the others. NaN and infinity stay what they are.
+        """
+        thread = cute.arch.thread_idx()[0]
+        size = cute.arch.fmax(scale, -scale)
+        is_finite, is_zero = size < math.inf, any_code[thread % TILE, thread // TILE] == 0
+        largest = select(is_finite, select(is_zero, Float32(0.0), size), Float32(0.0))
         for apart in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_bfly(largest, 1 << apart)
             largest = cute.arch.fmax(largest, other)
@@ -159,7 +191,9 @@ class Widen:
         unit_log2 = _unit_log2(self.spec.kv_format, largest)
         exists = select(thread < TILE, Int32(self.spec.k_scale), Int32(self.spec.v_scale))
         unit_log2 = unit_log2 * exists  # 1 where nothing is multiplied
-        factors[thread % TILE, thread // TILE] = scale * power_of_two(-unit_log2)
+        factor = scale * power_of_two(-unit_log2)
+        factor = select(is_zero & is_finite, Float32(0.0), factor)  # it may be infinite
+        factors[thread % TILE, thread // TILE] = factor
         unit = select(thread < TILE, power_of_two(unit_log2), Float32(unit_log2))
         if thread % TILE == 0:
             t.units[place.batch, place.head, place.tile, thread // TILE] = unit
@@ -181,7 +215,11 @@ class Widen:
 
 
 def _unit_log2(fmt: str, largest: Float32) -> Int32:
-    """log2 of a unit in which the largest scale times the largest code is below 2**_TOP."""
+    """log2 of a unit in which the largest scale times the largest code is below 2**_TOP.
+
+    Of a tile of zeros, whose `largest` is 0, as of zeros that were quantised.
+    """
+    largest = Float32(select(largest > 0.0, largest, Float32(ZERO_DESCALE)))
     return within_range(exponent_of(largest) + (1 + math.ceil(FORMATS[fmt].log2_max) - _TOP))
 
 

@@ -107,6 +107,18 @@ def test_like_the_emulation_and_within_the_budget(case: Configuration) -> None:
         assert rel_l2(out, reference) < CHECK
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_as_eager(backend: str) -> None:
+    """One node of a graph, of fake tensors that have the results' shapes, and the same bits."""
+    call = {**CONFIGURATIONS[1].arguments(), "impl": "sim"}
+    expected = simulated(call)
+    torch._dynamo.reset()
+    compiled = torch.compile(fa.flash_attn_varlen_func, fullgraph=True, backend=backend)
+    found, runs = fa.simulate(compiled, **call, target=TARGET)
+    assert same_bits(found, expected)
+    assert len(runs) == 2  # the conversion, and attention
+
+
 def test_bits_do_not_depend_on_the_schedule() -> None:
     """Two kernels, the second of which begins while the first ends, on two multiprocessors."""
     call = CONFIGURATIONS[1].arguments()

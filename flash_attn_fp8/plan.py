@@ -273,16 +273,26 @@ def _pays_to_widen(problem: Problem) -> bool:
 
     Room is the batch's matter, so never where bits must not depend on that.
     """
-    sizes, traits = problem.sizes, problem.traits
     if problem.request.deterministic:
         return False
-    rows = sizes.seqlen_q * traits.q_heads_per_kv_head
+    fits = copied_bytes(problem) <= WIDENED_BYTES
+    return fits and rows_of_a_key(problem) > FEW_ROWS_OF_CODES
+
+
+def copied_bytes(problem: Problem) -> int:
+    """What K and V take in 16 bits."""
+    sizes, traits = problem.sizes, problem.traits
+    row_bytes = 2 * (traits.head_dim + traits.head_dim_v)
+    return sizes.batch * sizes.seqlen_k * sizes.nheads_kv * row_bytes
+
+
+def rows_of_a_key(problem: Problem) -> float:
+    """How many query rows of a KV head see a key on average, where no right bound hides any."""
+    sizes = problem.sizes
     seen = sizes.seqlen_k
     if sizes.window_left is not None:
         seen = min(seen, sizes.window_left + sizes.seqlen_q)
-    row_bytes = 2 * (traits.head_dim + traits.head_dim_v)
-    fits = sizes.batch * sizes.seqlen_k * sizes.nheads_kv * row_bytes <= WIDENED_BYTES
-    return fits and rows * seen > FEW_ROWS_OF_CODES * sizes.seqlen_k
+    return sizes.seqlen_q * problem.traits.q_heads_per_kv_head * seen / max(1, sizes.seqlen_k)
 
 
 def _widened(problem: Problem) -> Problem:

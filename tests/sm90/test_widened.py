@@ -18,7 +18,8 @@ import flash_attn_fp8 as fa
 from flash_attn_fp8 import compiled, sim
 from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import FEW_ROWS_OF_CODES, WIDENED_BYTES, Plan
+from flash_attn_fp8.kernels.sm90.transposed import first_column
+from flash_attn_fp8.plan import FEW_ROWS_OF_CODES, WIDENED_BYTES, Plan, copied_bytes
 from flash_attn_fp8.specs import TILE, CacheSpec, Sm90Spec, WidenSpec
 from tests.api.calls import same_bits
 from tests.budget import (
@@ -138,8 +139,8 @@ def test_bits_do_not_depend_on_many_schedules(case: Configuration) -> None:
             assert same_bits(simulated(call, schedule=kind, seed=seed), expected)
 
 
-def test_no_role_reads_lengths_before_they_are_there() -> None:
-    """The kernel before makes those of packed sequences: not seen by a simulator of one at a time.
+def test_no_role_reads_units_before_they_are_there() -> None:
+    """The kernel before makes them: not seen by a simulator of one kernel at a time.
 
     In both warpgroups' code, after what gives them their registers.
     """
@@ -312,6 +313,28 @@ def test_scales_of_zeros_take_no_bits_from_others() -> None:
     assert rel_l2(lse, wanted_lse) < CHECK
 
 
+def test_packed_sequences_begin_at_tiles_of_their_own() -> None:
+    """More than a warp looks at at once, some empty; what lies before the first is nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 0, 130, *torch.randint(0, 9, (37,), generator=generator).tolist(), 128]
+    ends = torch.tensor([200, *lengths]).cumsum(0)
+    codes = torch.randint(0, 120, (int(ends[-1]), 1, 64), generator=generator).to(torch.uint8)
+    scales = torch.rand(len(codes), 1, generator=generator) + 0.1
+    spec = WidenSpec("e4m3", "fp16", "fp16", 64, 64, "varlen", k_scale=True, v_scale=True)
+    k, v, units = widened(spec, codes, codes, scales, scales, cu_seqlens=ends.int())
+    assert units is not None
+    for b, length in enumerate(lengths):
+        begin, first = int(ends[b]), int(first_column(TILE, ends[b], b))
+        numbers = codes[begin : begin + length].view(torch.float8_e4m3fn).float()
+        tiles = -(-length // TILE)
+        of_keys = units[0, 0, first // TILE :][:tiles].repeat_interleave(TILE, 0)[:, None]
+        for x, unit in ((k, of_keys[..., :1]), (v, 2.0 ** of_keys[..., 1:])):
+            found = x[0, first:][: tiles * TILE].float() * unit
+            assert not found[length:].any()
+            wanted = numbers * scales[begin : begin + length, :, None]
+            assert torch.allclose(found[:length], wanted, rtol=2.0**-11, atol=2.0**-20)
+
+
 def widened(
     spec: WidenSpec,
     k: Tensor,
@@ -319,21 +342,25 @@ def widened(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     used: int | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(K, V, units) by the converting kernel, of dense codes."""
-    batch, keys, heads, _ = k.shape
+    """(K, V, units) by the converting kernel, of dense codes, or of packed ones (total, h, d)."""
+    batch, keys, heads = (1, *k.shape)[-4:-1]
+    if cu_seqlens is not None:
+        keys += (len(cu_seqlens) - 1) * TILE
     with sim.device("sm_90a", sm_count=2):
         kernel = compiled._kernel(spec, "sm_90a")
         # Twins: memory that the device knows.
         k, v, k_scale, v_scale = (
             None if x is None else x.clone() for x in (k, v, k_scale, v_scale)
         )
-        wide = [torch.full(x.shape, torch.nan, dtype=FORMATS[fmt].dtype)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.clone()
+        wide = [torch.full((batch, keys, heads, x.shape[-1]), torch.nan, dtype=FORMATS[fmt].dtype)
                 for x, fmt in ((k, spec.k_format), (v, spec.v_format))]  # fmt: skip
         units = torch.full((batch, heads, -(-keys // TILE), 2), torch.nan) if spec.scales else None
         seqused = None if used is None else torch.full((batch,), used, dtype=torch.int32)
         counter = torch.ones(1, dtype=torch.int32)
-        kernel((k, v, *wide, None, None, seqused, None, k_scale, v_scale, units, counter))
+        kernel((k, v, *wide, cu_seqlens, seqused, None, k_scale, v_scale, units, counter))
         assert not counter.any()
         return wide[0].clone(), wide[1].clone(), None if units is None else units.clone()
 
@@ -367,6 +394,22 @@ def test_chunks_are_converted_where_it_pays_and_fits() -> None:
     for plan in (few, narrow, too_large, alone):
         assert isinstance(plan.spec, CacheSpec)
         assert plan.widen is None
+
+
+def test_packed_caches_take_room_for_their_tokens() -> None:
+    """And a tile for each sequence, whatever is known of how the tokens are divided."""
+    sequences, total = 32, 65536
+    cache = torch.empty(total, 8, 128, dtype=torch.int8, device="meta")
+    scales = torch.empty(1, total, 8, device="meta")
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    call = {"q": torch.empty(16384, 32, 128, dtype=torch.bfloat16, device="meta"), "k": cache,
+            "v": cache, "k_descale": scales, "v_descale": scales, "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends, "causal": True}  # fmt: skip
+    for known in ({}, {"max_seqlen_k": 4096}):
+        assert planned({**call, **known}, "sm_90a:132").widen is not None
+        problem = fa.explain(fa.flash_attn_varlen_func, **call, **known, target="sm_90a").problem
+        assert problem is not None
+        assert copied_bytes(problem) == (total + sequences * TILE) * 8 * 512
 
 
 def test_other_devices_have_the_cache_kernel() -> None:

@@ -43,6 +43,7 @@ from flash_attn_fp8.kernels.forward.schedule import Work
 from flash_attn_fp8.kernels.online import capped, raised
 from flash_attn_fp8.kernels.ptx import kept, once_if
 from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
+from flash_attn_fp8.kernels.sm90.transposed import first_column
 from flash_attn_fp8.specs import TILE, WARP
 
 _FAR = 2.0**20  # octaves from 0, up to which roundings of a row's maximum move P by less than one
@@ -74,10 +75,7 @@ class Rows:
         row_max.fill(NEG_INF)
         row_sum.fill(0.0)
         rounded_sum.fill(0.0)
-        units = None
-        if ctx.tensors.units is not None:
-            units = ctx.tensors.units[work.batch, ctx.schedule.kv_head(work.head), None, None]
-            units = cute.make_tensor(kept(units.iterator), units.layout)
+        units = None if ctx.tensors.units is None else _units(ctx, work)
         rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum, rounded_sum, units)
         for r in range(2):
             token, head, _ = ctx.schedule.query(work, stage, rows.row(r))
@@ -95,6 +93,16 @@ class Rows:
     def of_quad(self, part):
         """The sum of a row: each lane of the quad has a quarter."""
         return _over_quad(part, lambda a, b: a + b)
+
+
+def _units(ctx, work):
+    """(tile, K or V) of a sequence and KV head: what `widen.py` makes."""
+    batch, first = work.batch, Int32(0)
+    if ctx.traits.kv_layout == "varlen":
+        batch, first = 0, first_column(TILE, work.offset_k, work.batch) // TILE
+    units = ctx.tensors.units[batch, ctx.schedule.kv_head(work.head), None, None]
+    units = cute.domain_offset((first, 0), units)
+    return cute.make_tensor(kept(units.iterator), units.layout)
 
 
 def _over_quad(x, op):

@@ -205,6 +205,22 @@ def test_one_outlier_leaves_the_others_right(outlier: float) -> None:
     assert rel_l2(out, wanted) < CHECK
 
 
+def test_what_the_scale_of_a_hidden_token_does() -> None:
+    """To rows that do not see it: of K, unless it takes bits, nothing; of V, fp32's roundings."""
+    call = replace(PLAIN, out_format="fp32", tokens=90).arguments()
+    out, lse = simulated(call)
+
+    before = out[:, :-1], lse[..., :-1]
+    for name in ("k_descale", "v_descale"):
+        scales = call[name].clone()
+        scales[:, -1] *= 2.0**6
+        moved, moved_lse = simulated({**call, name: scales})
+        after = moved[:, :-1], moved_lse[..., :-1]
+        assert same_bits(after, before) == (name == "k_descale")
+        assert rel_l2(after[0], before[0]) < CHECK
+        assert rel_l2(after[1], before[1]) <= FP32_STEPS * FP32_EPS
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("scales", ["token_head", "tensor"])
 def test_scores_of_any_size_leave_p_in_its_format(scales: str, sign: int) -> None:
@@ -327,12 +343,12 @@ def test_packed_sequences_begin_at_tiles_of_their_own() -> None:
         begin, first = int(ends[b]), int(first_column(TILE, ends[b], b))
         numbers = codes[begin : begin + length].view(torch.float8_e4m3fn).float()
         tiles = -(-length // TILE)
-        of_keys = units[0, 0, first // TILE :][:tiles].repeat_interleave(TILE, 0)[:, None]
-        for x, unit in ((k, of_keys[..., :1]), (v, 2.0 ** of_keys[..., 1:])):
-            found = x[0, first:][: tiles * TILE].float() * unit
+        of_keys = units[0, 0, first // TILE :][:tiles].repeat_interleave(TILE, 0)
+        for x, unit in ((k, of_keys[:, :1]), (v, 2.0 ** of_keys[:, 1:])):
+            found = x[0, first:][: tiles * TILE]
             assert not found[length:].any()
-            wanted = numbers * scales[begin : begin + length, :, None]
-            assert torch.allclose(found[:length], wanted, rtol=2.0**-11, atol=2.0**-20)
+            factors = scales[begin : begin + length, :, None] / unit[:length, :, None]
+            assert torch.equal(found[:length], (numbers * factors).half())
 
 
 def widened(

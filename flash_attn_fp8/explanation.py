@@ -16,7 +16,15 @@ from flash_attn_fp8.checks import examine
 from flash_attn_fp8.entry import REMEDY
 from flash_attn_fp8.errors import FlashAttnFp8Error, InvalidArguments
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import Plan, TiledSpec, plan_for, policy_of
+from flash_attn_fp8.plan import (
+    FEW_ROWS_OF_CODES,
+    Plan,
+    TiledSpec,
+    copied_bytes,
+    plan_for,
+    policy_of,
+    rows_of_a_key,
+)
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.problem import Problem, Traits
 from flash_attn_fp8.specs import Kernel
@@ -109,6 +117,9 @@ class Explanation:
             f"  metadata  {'none' if plan.disable_scheduler_metadata else 'computed by the plan'}",
             f"  lse       {'returned' if problem.traits.lse else 'not returned'}",
         ]
+        if plan.widen is not None:
+            lines.append(f"  converts  {_conversion(problem)}")
+            lines.append(f"            {_kernel(plan, plan.widen)}")
         lines += [f"  kernel    {_kernel(plan, k)}" for k in plan.kernels if k is plan.spec]
         first = " was asked for" if problem.request.impl else " comes first"
         others = [name for name in EXECUTORS if name != plan.impl]
@@ -138,6 +149,15 @@ def _accumulation(spec: TiledSpec) -> str:
     every = spec.policy.promote_every
     promotion = "never promoted" if every is None else f"promoted to fp32 every {every} keys"
     return f"accumulated with 13 fraction bits, as SM90 does in fp8, {promotion}"
+
+
+def _conversion(problem: Problem) -> str:
+    """What is copied before the kernel runs, and why."""
+    return (
+        f"k and v to 16 bits first, copies of {copied_bytes(problem)} bytes: "
+        f"{rows_of_a_key(problem):.0f} query rows see a key on average, and more than "
+        f"{FEW_ROWS_OF_CODES} pay for that"
+    )
 
 
 def _kernel(plan: Plan, spec: Kernel) -> str:

@@ -16,7 +16,7 @@ from flash_attn_fp8.cache_tile import tile_for, warpgroup_tile_for
 from flash_attn_fp8.errors import InvalidArguments, Refusal
 from flash_attn_fp8.formats import FORMATS, FP16
 from flash_attn_fp8.policy import POLICIES, Fp8Policy
-from flash_attn_fp8.problem import Descale, Problem, Traits
+from flash_attn_fp8.problem import Descale, Problem, Sizes, Traits
 from flash_attn_fp8.specs import (
     TILE,
     CacheSpec,
@@ -275,16 +275,33 @@ def _pays_to_widen(problem: Problem) -> bool:
 
     Room is the batch's matter, so never where bits must not depend on that.
     """
-    sizes, traits = problem.sizes, problem.traits
     if problem.request.deterministic:
         return False
-    rows = sizes.seqlen_q * traits.q_heads_per_kv_head
+    fits = copied_bytes(problem) <= WIDENED_BYTES
+    return fits and rows_of_a_key(problem) > FEW_ROWS_OF_CODES
+
+
+def copied_bytes(problem: Problem) -> int:
+    """What K and V take in 16 bits."""
+    sizes, traits = problem.sizes, problem.traits
+    row_bytes = 2 * (traits.head_dim + traits.head_dim_v)
+    return copied_rows(sizes) * sizes.nheads_kv * row_bytes
+
+
+def copied_rows(sizes: Sizes) -> int:
+    """Rows of a KV head in those copies; packed sequences begin at tiles of their own there."""
+    if sizes.total_k is not None:
+        return sizes.total_k + sizes.batch * TILE
+    return sizes.batch * sizes.seqlen_k
+
+
+def rows_of_a_key(problem: Problem) -> float:
+    """How many query rows of a KV head see a key on average, where no right bound hides any."""
+    sizes = problem.sizes
     seen = sizes.seqlen_k
     if sizes.window_left is not None:
         seen = min(seen, sizes.window_left + sizes.seqlen_q)
-    row_bytes = 2 * (traits.head_dim + traits.head_dim_v)
-    fits = sizes.batch * sizes.seqlen_k * sizes.nheads_kv * row_bytes <= WIDENED_BYTES
-    return fits and rows * seen > FEW_ROWS_OF_CODES * sizes.seqlen_k
+    return sizes.seqlen_q * problem.traits.q_heads_per_kv_head * seen / max(1, sizes.seqlen_k)
 
 
 def _widened(problem: Problem) -> Problem:
@@ -295,13 +312,12 @@ def _widened(problem: Problem) -> Problem:
     traits = replace(
         traits,
         kv_format=FP16.name if _is_per_token(traits.k_descale) else traits.q_format,
-        kv_layout="dense",
-        seqused_k=traits.seqused_k or traits.kv_layout == "varlen",
+        kv_layout="varlen" if traits.kv_layout == "varlen" else "dense",
         k_descale=_of_tiles(traits.k_descale),
         v_descale=_of_tiles(traits.v_descale),
         policy=policy,
     )
-    sizes = replace(problem.sizes, page_size=None, num_pages=None, total_k=None)
+    sizes = replace(problem.sizes, page_size=None, num_pages=None)
     return replace(problem, traits=traits, sizes=sizes)
 
 

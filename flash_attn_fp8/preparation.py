@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn_fp8.call import Operands
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.kernels.sm90.transposed import columns_of, first_column
-from flash_attn_fp8.plan import Plan
+from flash_attn_fp8.plan import Plan, copied_rows
 from flash_attn_fp8.problem import Descale, Problem
 from flash_attn_fp8.specs import ALIGNMENT, TILE, Kernel, Sm90Spec, TransposeSpec, WidenSpec
 
@@ -60,27 +60,27 @@ def _widened(
     launch: Launch, spec: WidenSpec, problem: Problem, o: Operands, counter: Tensor
 ) -> tuple[Operands, Tensor | None]:
     """K and V in 16 bits, rows of each sequence, and units of their tiles for scales."""
-    packed = o.cu_seqlens_k is not None
-    sequences = o.page_table if o.page_table is not None else o.k
-    batch = o.cu_seqlens_k.shape[0] - 1 if o.cu_seqlens_k is not None else sequences.shape[0]
-    keys, heads = problem.sizes.seqlen_k, o.k.shape[-2]
+    sizes, heads = problem.sizes, o.k.shape[-2]
+    # Packed sequences are one, in which each begins at a tile of its own.
+    batch = 1 if spec.kv_layout == "varlen" else sizes.batch
+    keys = copied_rows(sizes) // batch
     new = partial(torch.empty, device=o.k.device)
     k, v = (
         new(batch, keys, heads, x.shape[-1], dtype=FORMATS[fmt].dtype)
         for x, fmt in ((o.k, spec.k_format), (o.v, spec.v_format))
     )
     units = new(batch, heads, -(-keys // TILE), 2) if spec.scales else None
-    lengths = new(batch, dtype=torch.int32) if packed else None
     traits, layout = problem.traits, spec.kv_layout
     launch((
         aligned(o.k).view(torch.uint8), aligned(o.v).view(torch.uint8), k, v,
-        lengths, o.cu_seqlens_k, o.seqused_k, o.page_table,
+        o.cu_seqlens_k, o.seqused_k, o.page_table,
         scale_of(o.k_descale, traits.k_descale, layout) if spec.k_scale else None,
         scale_of(o.v_descale, traits.v_descale, layout) if spec.v_scale else None,
         units, counter,
     ))  # fmt: skip
-    seqused_k = lengths if packed else o.seqused_k
-    return o._replace(k=k, v=v, cu_seqlens_k=None, page_table=None, seqused_k=seqused_k), units
+    if spec.kv_layout == "varlen":
+        k, v = k[0], v[0]
+    return o._replace(k=k, v=v, page_table=None), units
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ def widen_signature(spec: WidenSpec) -> WidenTensors:
         v=_aligned_rows(Uint8, ALIGNMENT, rank, spec.head_dim_v),
         wide_k=_rows(spec.k_format, 4, spec.head_dim),
         wide_v=_rows(spec.v_format, 4, spec.head_dim_v),
-        lengths=_small(Int32, 1) if packed else None,
         cu_seqlens_k=_small(Int32, 1) if packed else None,
         seqused_k=_small(Int32, 1) if spec.seqused_k else None,
         page_table=_small(Int32, 2) if spec.kv_layout == "paged" else None,
@@ -182,7 +181,10 @@ def _small(dtype: Any, rank: int) -> Any:
 
 
 def _units(exist: bool) -> Any:
-    """Two numbers for each (sequence, KV head, tile of keys), next to those of the next tile."""
+    """Two numbers for each (sequence, KV head, tile of keys), next to those of the next tile.
+
+    Packed sequences are one.
+    """
     if not exist:
         return None
     shape = (*(cute.sym_int32() for _ in range(3)), 2)

@@ -118,10 +118,21 @@ def mul_up(a, b, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def fma_up(a, b, c, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded towards infinity."""
+    return _fma("rp", (a, b, c), loc, ip)
+
+
+@dsl_user_op
 def fma_down(a, b, c, *, loc=None, ip=None) -> Float32:
     """a * b + c, rounded towards minus infinity."""
-    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
-    return Float32(asm(T.f32(), operands, "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
+    return _fma("rm", (a, b, c), loc, ip)
+
+
+def _fma(rounding: str, numbers, loc, ip) -> Float32:
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in numbers]
+    text = f"fma.{rounding}.f32 $0, $1, $2, $3;"
+    return Float32(asm(T.f32(), operands, text, "=f,f,f,f", loc, ip))
 
 
 # 2**f on [-1/2, 1/2] by a quartic that is 1 at 0, minimax in relative error: 2.9e-6.

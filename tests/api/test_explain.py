@@ -248,6 +248,30 @@ def test_the_accumulator_is_the_targets(fmt: str, target: str) -> None:
     assert line.endswith(said if narrow else "in fp32 (promote_every has no effect)")
 
 
+def _chunk(tokens: int) -> dict[str, Any]:
+    """Of a prefill over a quantised cache, 4 query heads a KV head."""
+    cache = _meta(1, 4096, 2, 128)
+    return {
+        "q": _meta(1, tokens, 8, 128, dtype=torch.bfloat16), "k": cache, "v": cache,
+        "k_descale": _scale(1, 4096, 2), "v_descale": _scale(1, 4096, 2),
+    }  # fmt: skip
+
+
+def test_a_cache_that_is_converted_first() -> None:
+    """With the copies' size, why that pays, and both kernels; where it does not, none of it."""
+    text = str(fa.explain(fa.flash_attn_func, **_chunk(512), target="sm_90a")).splitlines()
+    first = next(n for n, line in enumerate(text) if line.startswith("  converts  "))
+    assert text[first] == (
+        "  converts  k and v to 16 bits first, copies of 4194304 bytes: 2048 query rows see a key "
+        "on average, and more than 256 pay for that"
+    )
+    conversion, kernel = (line[12:].partition(", ")[0] for line in text[first + 1 : first + 3])
+    assert text[first + 2].startswith("  kernel    ")
+    assert len({conversion, kernel}) == 2
+    for call, target in ((_chunk(64), "sm_90a"), (_chunk(512), "sm_80"), (_chunk(512), "cpu")):
+        assert "converts" not in str(fa.explain(fa.flash_attn_func, **call, target=target))
+
+
 def test_a_policy_without_promotion_says_so() -> None:
     policy = fa.policy_for("e4m3").replace(promote_every=None)
     text = str(fa.explain(fa.flash_attn_func, **dense(), fp8_policy=policy, target="sm_90a"))

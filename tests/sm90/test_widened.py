@@ -18,7 +18,8 @@ import flash_attn_fp8 as fa
 from flash_attn_fp8 import compiled, sim
 from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.plan import FEW_ROWS_OF_CODES, WIDENED_BYTES, Plan
+from flash_attn_fp8.kernels.sm90.transposed import first_column
+from flash_attn_fp8.plan import FEW_ROWS_OF_CODES, WIDENED_BYTES, Plan, copied_bytes
 from flash_attn_fp8.specs import TILE, CacheSpec, Sm90Spec, WidenSpec
 from tests.api.calls import same_bits
 from tests.budget import (
@@ -107,6 +108,18 @@ def test_like_the_emulation_and_within_the_budget(case: Configuration) -> None:
         assert rel_l2(out, reference) < CHECK
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_as_eager(backend: str) -> None:
+    """One node of a graph, of fake tensors that have the results' shapes, and the same bits."""
+    call = {**CONFIGURATIONS[1].arguments(), "impl": "sim"}
+    expected = simulated(call)
+    torch._dynamo.reset()
+    compiled = torch.compile(fa.flash_attn_varlen_func, fullgraph=True, backend=backend)
+    found, runs = fa.simulate(compiled, **call, target=TARGET)
+    assert same_bits(found, expected)
+    assert len(runs) == 2  # the conversion, and attention
+
+
 def test_bits_do_not_depend_on_the_schedule() -> None:
     """Two kernels, the second of which begins while the first ends, on two multiprocessors."""
     call = CONFIGURATIONS[1].arguments()
@@ -126,8 +139,8 @@ def test_bits_do_not_depend_on_many_schedules(case: Configuration) -> None:
             assert same_bits(simulated(call, schedule=kind, seed=seed), expected)
 
 
-def test_no_role_reads_lengths_before_they_are_there() -> None:
-    """The kernel before makes those of packed sequences: not seen by a simulator of one at a time.
+def test_no_role_reads_units_before_they_are_there() -> None:
+    """The kernel before makes them: not seen by a simulator of one kernel at a time.
 
     In both warpgroups' code, after what gives them their registers.
     """
@@ -192,6 +205,43 @@ def test_one_outlier_leaves_the_others_right(outlier: float) -> None:
     assert rel_l2(out, wanted) < CHECK
 
 
+def test_what_the_scale_of_a_hidden_token_does() -> None:
+    """To rows that do not see it: of K, unless it takes bits, nothing; of V, fp32's roundings."""
+    call = replace(PLAIN, out_format="fp32", tokens=90).arguments()
+    out, lse = simulated(call)
+
+    before = out[:, :-1], lse[..., :-1]
+    for name in ("k_descale", "v_descale"):
+        scales = call[name].clone()
+        scales[:, -1] *= 2.0**6
+        moved, moved_lse = simulated({**call, name: scales})
+        after = moved[:, :-1], moved_lse[..., :-1]
+        assert same_bits(after, before) == (name == "k_descale")
+        assert rel_l2(after[0], before[0]) < CHECK
+        assert rel_l2(after[1], before[1]) <= FP32_STEPS * FP32_EPS
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("scales", ["token_head", "tensor"])
+def test_scores_of_any_size_leave_p_in_its_format(scales: str, sign: int) -> None:
+    """Where fp32 resolves octaves, and where it resolves less than P's format has; below 0 too.
+
+    Against the definition over the numbers of the copy, whose roundings would choose other keys.
+    """
+    call = replace(PLAIN, scales=scales, out_format="fp32", tokens=90).arguments()
+    call["q"], call["k"] = call["q"].abs(), (sign * call["k"].float().abs()).to(call["k"].dtype)
+    if scales == "token_head":
+        call["v_descale"] = call["v_descale"] * 2.0**8  # as above
+    same = over_fp16(call) if scales == "token_head" else call
+    for scale in (2.0**23, 2.0**26, 2.0**60):
+        out, lse = simulated({**call, "softmax_scale": scale})
+        wanted, wanted_lse = fa.flash_attn_varlen_func(
+            **{**same, "softmax_scale": scale}, impl="reference"
+        )
+        assert rel_l2(out, wanted) < CHECK
+        assert rel_l2(lse, wanted_lse) <= FP32_STEPS * FP32_EPS
+
+
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 def test_every_code_is_exact(fmt: str, to: str) -> None:
@@ -233,6 +283,74 @@ def test_scales_are_applied_in_units_of_a_tile(fmt: str) -> None:
         assert bool((error <= allowed).nan_to_num(1).logical_or(error.isnan()).all())
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
+def test_units_are_those_of_numbers(fmt: str) -> None:
+    """Whatever the scale of zeros is, or one that is not finite: other rows keep their bits.
+
+    Those rows themselves are 0, or NaN and infinity as the product is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(1, 120, (1, 300, 2, 64), generator=generator).to(torch.uint8)
+    codes[:, 7] = 0 if fmt == "int8" else 0x80  # minus 0
+    codes[:, TILE : 2 * TILE] = 0
+    codes[:, 290] = 0
+    codes[:, 290, 0, 0] = 0x80 if fmt == "int8" else 1  # a number
+    scales = torch.rand(1, 300, 2, generator=generator) + 0.1
+    spec = WidenSpec(fmt, "fp16", "fp16", 64, 64, "dense", k_scale=True, v_scale=True)
+    plain = widened(spec, codes, codes, scales, scales)
+    strange = scales.clone()
+    strange[:, 7], strange[:, 200] = 1e35, 1e-30
+    strange[:, 20], strange[:, 30, 0] = torch.nan, torch.inf
+    found = widened(spec, codes, codes, strange, strange)
+    assert plain[2] is not None
+    assert same_bits(found[2], plain[2])
+    for wide, before in zip(found[:2], plain[:2], strict=True):
+        products = codes[0, 20:31].view(FORMATS[fmt].dtype).float() * strange[0, 20:31, :, None]
+        assert bool(wide[0, 20].isnan().all())
+        assert torch.equal(wide[0, 30, 0].float(), products[10, 0])
+        others = [n for n in range(300) if n not in (20, 30)]
+        assert torch.equal(wide[:, others], before[:, others])
+        assert bool(wide[0, 290, 0, 0] != 0)
+
+
+def test_scales_of_zeros_take_no_bits_from_others() -> None:
+    """Nor does a tile of zeros, which has a part of the row sum, beside far larger values."""
+    call = replace(PLAIN, out_format="fp32", mask="none", tokens=90).arguments()
+    for name in "kv":
+        codes, scales = call[name].clone(), call[f"{name}_descale"].clone()
+        codes[:, 77] = 0
+        scales[:, 77] *= 2.0**40
+        call |= {name: codes, f"{name}_descale": scales}
+    call["v"][:, TILE : 2 * TILE] = 0
+    call["v_descale"][:, 2 * TILE :] *= 2.0**30
+    out, lse = simulated(call)
+    wanted, wanted_lse = fa.flash_attn_varlen_func(**call, impl="reference")
+    assert rel_l2(out, wanted) < CHECK
+    assert rel_l2(lse, wanted_lse) < CHECK
+
+
+def test_packed_sequences_begin_at_tiles_of_their_own() -> None:
+    """More than a warp looks at at once, some empty; what lies before the first is nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 0, 130, *torch.randint(0, 9, (37,), generator=generator).tolist(), 128]
+    ends = torch.tensor([200, *lengths]).cumsum(0)
+    codes = torch.randint(0, 120, (int(ends[-1]), 1, 64), generator=generator).to(torch.uint8)
+    scales = torch.rand(len(codes), 1, generator=generator) + 0.1
+    spec = WidenSpec("e4m3", "fp16", "fp16", 64, 64, "varlen", k_scale=True, v_scale=True)
+    k, v, units = widened(spec, codes, codes, scales, scales, cu_seqlens=ends.int())
+    assert units is not None
+    for b, length in enumerate(lengths):
+        begin, first = int(ends[b]), int(first_column(TILE, ends[b], b))
+        numbers = codes[begin : begin + length].view(torch.float8_e4m3fn).float()
+        tiles = -(-length // TILE)
+        of_keys = units[0, 0, first // TILE :][:tiles].repeat_interleave(TILE, 0)
+        for x, unit in ((k, of_keys[:, :1]), (v, 2.0 ** of_keys[:, 1:])):
+            found = x[0, first:][: tiles * TILE]
+            assert not found[length:].any()
+            factors = scales[begin : begin + length, :, None] / unit[:length, :, None]
+            assert torch.equal(found[:length], (numbers * factors).half())
+
+
 def widened(
     spec: WidenSpec,
     k: Tensor,
@@ -240,21 +358,25 @@ def widened(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     used: int | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(K, V, units) by the converting kernel, of dense codes."""
-    batch, keys, heads, _ = k.shape
+    """(K, V, units) by the converting kernel, of dense codes, or of packed ones (total, h, d)."""
+    batch, keys, heads = (1, *k.shape)[-4:-1]
+    if cu_seqlens is not None:
+        keys += (len(cu_seqlens) - 1) * TILE
     with sim.device("sm_90a", sm_count=2):
         kernel = compiled._kernel(spec, "sm_90a")
         # Twins: memory that the device knows.
         k, v, k_scale, v_scale = (
             None if x is None else x.clone() for x in (k, v, k_scale, v_scale)
         )
-        wide = [torch.full(x.shape, torch.nan, dtype=FORMATS[fmt].dtype)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.clone()
+        wide = [torch.full((batch, keys, heads, x.shape[-1]), torch.nan, dtype=FORMATS[fmt].dtype)
                 for x, fmt in ((k, spec.k_format), (v, spec.v_format))]  # fmt: skip
         units = torch.full((batch, heads, -(-keys // TILE), 2), torch.nan) if spec.scales else None
         seqused = None if used is None else torch.full((batch,), used, dtype=torch.int32)
         counter = torch.ones(1, dtype=torch.int32)
-        kernel((k, v, *wide, None, None, seqused, None, k_scale, v_scale, units, counter))
+        kernel((k, v, *wide, cu_seqlens, seqused, None, k_scale, v_scale, units, counter))
         assert not counter.any()
         return wide[0].clone(), wide[1].clone(), None if units is None else units.clone()
 
@@ -288,6 +410,22 @@ def test_chunks_are_converted_where_it_pays_and_fits() -> None:
     for plan in (few, narrow, too_large, alone):
         assert isinstance(plan.spec, CacheSpec)
         assert plan.widen is None
+
+
+def test_packed_caches_take_room_for_their_tokens() -> None:
+    """And a tile for each sequence, whatever is known of how the tokens are divided."""
+    sequences, total = 32, 65536
+    cache = torch.empty(total, 8, 128, dtype=torch.int8, device="meta")
+    scales = torch.empty(1, total, 8, device="meta")
+    ends = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    call = {"q": torch.empty(16384, 32, 128, dtype=torch.bfloat16, device="meta"), "k": cache,
+            "v": cache, "k_descale": scales, "v_descale": scales, "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends, "causal": True}  # fmt: skip
+    for known in ({}, {"max_seqlen_k": 4096}):
+        assert planned({**call, **known}, "sm_90a:132").widen is not None
+        problem = fa.explain(fa.flash_attn_varlen_func, **call, **known, target="sm_90a").problem
+        assert problem is not None
+        assert copied_bytes(problem) == (total + sequences * TILE) * 8 * 512
 
 
 def test_other_devices_have_the_cache_kernel() -> None:

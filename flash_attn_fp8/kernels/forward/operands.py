@@ -25,7 +25,7 @@ class Tensors(NamedTuple):
     v_descale: cute.Tensor | None
     output_scale: cute.Tensor | None  # (1,)
     counter: cute.Tensor | None = None  # (1,), 0: units of work that CTAs have claimed
-    # (b, h, tiles, 2), of scales per tile: K's unit, log2 of V's; see sm90/widen.py
+    # (b, h, tiles, 2), or (1, ...) of packed keys: K's unit of a tile, log2 of V's; sm90/widen.py
     units: cute.Tensor | None = None
 
 

@@ -122,7 +122,7 @@ class Sm90Forward:
         else:
             cute.arch.setmaxregister_increase(consumer)
             if const_expr(self.spec.widened):
-                cute.arch.griddepcontrol_wait()  # nor packed lengths, which all roles read
+                cute.arch.griddepcontrol_wait()  # nor units of tiles
             attend_role(context(), products, warp // _CONSUMERS - 1)
 
     def _shared_memory(self) -> tuple[Buffers, Barriers]:

@@ -12,6 +12,7 @@ from flash_attn_fp8.kernels.forward.boxes import Loads, load_keys, load_queries
 from flash_attn_fp8.kernels.forward.context import Context
 from flash_attn_fp8.kernels.forward.schedule import each_unit
 from flash_attn_fp8.kernels.sm90.transposed import first_column
+from flash_attn_fp8.specs import TILE
 
 
 @cute.jit
@@ -25,6 +26,8 @@ def load_role(ctx: Context, loads: Loads):
 def _unit(ctx: Context, loads: cutlass.Constexpr, work, units: Int32, tiles: Int32):
     """K of the first tile, Q, and then V of a tile after K of the next one."""
     n = work.tiles
+    if const_expr(ctx.geometry.spec.widened and ctx.traits.kv_layout == "varlen"):
+        work = work._replace(offset_k=first_column(TILE, work.offset_k, work.batch))
     _keys(ctx, loads, work, Int32(0), tiles)
     _queries(ctx, loads, work, units)
     _await_transposed(ctx)

@@ -22,6 +22,8 @@ from cutlass import select_ as select
 from flash_attn_fp8.kernels.dtypes import NEG_INF
 from flash_attn_fp8.kernels.encode import (
     code_line,
+    fma_down,
+    fma_up,
     mul_up,
     packed,
     packed_codes,
@@ -39,9 +41,12 @@ from flash_attn_fp8.kernels.forward.scales import (
 )
 from flash_attn_fp8.kernels.forward.schedule import Work
 from flash_attn_fp8.kernels.online import capped, raised
-from flash_attn_fp8.kernels.ptx import kept
+from flash_attn_fp8.kernels.ptx import kept, once_if
 from flash_attn_fp8.kernels.sm90.geometry import WARPGROUP
+from flash_attn_fp8.kernels.sm90.transposed import first_column
 from flash_attn_fp8.specs import TILE, WARP
+
+_FAR = 2.0**20  # octaves from 0, up to which roundings of a row's maximum move P by less than one
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,7 @@ class Rows:
         row_max.fill(NEG_INF)
         row_sum.fill(0.0)
         rounded_sum.fill(0.0)
-        units = None
-        if ctx.tensors.units is not None:
-            units = ctx.tensors.units[work.batch, ctx.schedule.kv_head(work.head), None, None]
-            units = cute.make_tensor(kept(units.iterator), units.layout)
+        units = None if ctx.tensors.units is None else _units(ctx, work)
         rows = cls(ctx, work, stage, lane, first, factor, row_max, row_sum, rounded_sum, units)
         for r in range(2):
             token, head, _ = ctx.schedule.query(work, stage, rows.row(r))
@@ -91,6 +93,16 @@ class Rows:
     def of_quad(self, part):
         """The sum of a row: each lane of the quad has a quarter."""
         return _over_quad(part, lambda a, b: a + b)
+
+
+def _units(ctx, work):
+    """(tile, K or V) of a sequence and KV head: what `widen.py` makes."""
+    batch, first = work.batch, Int32(0)
+    if ctx.traits.kv_layout == "varlen":
+        batch, first = 0, first_column(TILE, work.offset_k, work.batch) // TILE
+    units = ctx.tensors.units[batch, ctx.schedule.kv_head(work.head), None, None]
+    units = cute.domain_offset((first, 0), units)
+    return cute.make_tensor(kept(units.iterator), units.layout)
 
 
 def _over_quad(x, op):
@@ -145,19 +157,18 @@ def softmax(
     if const_expr(masked):
         _mask(ctx, rows, s, rows.work.n_max - 1 - i)
     tops = _maxima(s, masked)
+    lines = [(factors[r] if _is_plain(ctx) else Float32(1.0), Float32(0.0)) for r in range(2)]
+    if const_expr(g.spec.widened):
+        lines, tops = _bounded(s, [factor for factor, _ in lines], scales.v_unit_log2, tops)
     for r in cutlass.range_constexpr(2):
-        factor = factors[r] if const_expr(_is_plain(ctx)) else Float32(1.0)
-        top = tops[r] * factor
-        if const_expr(policy.exp2 == "code" and _is_plain(ctx)):
-            top = mul_up(tops[r], factor)
-        if const_expr(scales.v_unit_log2 is not None):
-            top = top + scales.v_unit_log2
+        factor, v_log2 = lines[r]
+        top = tops[r] if const_expr(g.spec.widened) else _top(ctx, tops[r], factor)
         row_max, rescale[r] = raised(policy, rows.row_max[r], top)
         rows.row_max[r] = row_max
         finite = select(row_max == NEG_INF, Float32(0.0), row_max)
         shift = Float32(policy.max_offset) - finite
-        if const_expr(scales.v_unit_log2 is not None):
-            shift = shift + scales.v_unit_log2
+        if const_expr(g.spec.widened):
+            shift = fma_down(1.0, v_log2, fma_down(-1.0, finite, policy.max_offset))
         total = Float32(0.0)
         if const_expr(policy.exp2 == "code"):
             if const_expr(sums):
@@ -176,6 +187,34 @@ def softmax(
             rows.row_sum[r] = rows.row_sum[r] * rescale[r] + total
     if const_expr(g.scales_per_token):
         arrive(ctx.barriers.token_scales.empty(tile))
+
+
+def _top(ctx, top, factor):
+    """A row's maximum in log2 units; for codes rounded up (`code_line`)."""
+    rounds_up = ctx.traits.policy.exp2 == "code" and _is_plain(ctx)
+    return mul_up(top, factor) if rounds_up else top * factor
+
+
+@cute.jit
+def _bounded(s, factors: cutlass.Constexpr, v_unit_log2: cutlass.Constexpr, tops):
+    """Of two rows the lines from scores to x, (factor, log2 of V's unit), and maxima of x.
+
+    Maxima are rounded up, so that no P is above 2 ** offset: fp16 has little room beyond. Far from
+    0 rounding is by octaves, and P of every key could be 0: there scores become x in place, whose
+    maximum is exact.
+    """
+    v_log2 = Float32(0.0) if const_expr(v_unit_log2 is None) else v_unit_log2
+    tops = [fma_up(tops[r], factors[r], v_log2) for r in range(2)]
+    far = [(cute.arch.fmax(x, -x) > _FAR) & (x != NEG_INF) for x in tops]
+    for _ in cutlass.range(once_if(cute.arch.vote_any_sync(far[0] | far[1])), unroll=1):
+        for i in cutlass.range_constexpr(cute.size(s)):
+            r = i // 2 % 2
+            s[i] = select(far[r], fma_up(s[i], factors[r], v_log2), s[i])
+    lines = [
+        (select(far[r], Float32(1.0), factors[r]), select(far[r], Float32(0.0), v_log2))
+        for r in range(2)
+    ]
+    return lines, tops
 
 
 def _factor(factor, k_unit):

@@ -5,7 +5,8 @@ and KV head, and rounded to fp16: by 2**-12 at the most, a fortieth of what e4m3
 as P is rounded by. Applying scales to scores instead costs the forward kernel a third of its time
 (docs/kernel_sm90.md). Other codes stay what they are: fp16 and bf16 hold all of them.
 
-Sequences become rows of their own, whatever the cache's layout: pages of any size, packed, or rows.
+Sequences become rows of their own, or, if packed, begin at tiles of their own (`first_column`),
+whatever the cache's layout: pages of any size, packed, or rows.
 A thread has 8 codes at a time: it reads 8 bytes and writes 16, so that both are whole sectors. From
 a sequence's end to the end of its last tile rows become zeros, so that nothing stale is multiplied.
 """
@@ -21,15 +22,18 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass import select_ as select
 from cutlass.memory import SmemAllocator
 
-from flash_attn_fp8.formats import FORMATS
+from flash_attn_fp8.formats import FORMATS, ZERO_DESCALE
 from flash_attn_fp8.kernels.codes import halves, pairs
 from flash_attn_fp8.kernels.encode import packed, values_of_16bit
 from flash_attn_fp8.kernels.powers import exponent_of, power_of_two, within_range
 from flash_attn_fp8.kernels.sequences import keys_of
+from flash_attn_fp8.kernels.sm90.transposed import first_column
 from flash_attn_fp8.specs import TILE, WARP, WidenSpec
 
 _THREADS = 2 * TILE
 _CODES = 8  # of a thread at a time
+# The bits of four codes of which none is set in 0, nor in minus 0.
+_NUMBER = {"e4m3": 0x7F7F7F7F, "e5m2": 0x7F7F7F7F, "int8": 0xFFFFFFFF}
 _TOP = 15  # log2 of what no number of a tile reaches
 
 
@@ -38,22 +42,25 @@ class WidenTensors(NamedTuple):
 
     k: cute.Tensor  # (b, s, h, d), (total, h, d) or (pages, page_size, h, d), of bytes
     v: cute.Tensor
-    wide_k: cute.Tensor  # (b, s, h, d), in 16 bits
+    wide_k: cute.Tensor  # (b, s, h, d), in 16 bits; packed: (1, rows, h, d)
     wide_v: cute.Tensor
-    lengths: cute.Tensor | None  # (b,): becomes the keys of each packed sequence
     cu_seqlens_k: cute.Tensor | None
     seqused_k: cute.Tensor | None
     page_table: cute.Tensor | None
     k_scale: cute.Tensor | None  # as k, without its last dimension
     v_scale: cute.Tensor | None
-    units: cute.Tensor | None  # (b, h, tiles, 2): becomes K's unit, and log2 of V's
+    units: cute.Tensor | None  # (b, h, tiles, 2), b as of wide_k: becomes K's unit, log2 of V's
     counter: cute.Tensor  # (1,): becomes 0, for the forward kernel
 
 
 class _Place(NamedTuple):
-    """A tile of keys of a KV head: it has `length` keys up to its sequence's end, from `first`."""
+    """A tile of keys of a KV head: those from `first` on of a sequence of `length` keys.
+
+    It is number `tile` of `target` in the copy; the sequence begins at `offset` where it is packed.
+    """
 
     tile: Int32
+    target: Int32
     head: Int32
     batch: Int32
     offset: Int32
@@ -89,23 +96,32 @@ class Widen:
         tile, head, batch = index % tiles, index // tiles % heads, index // (tiles * heads)
         if index + thread == 0:
             t.counter[0] = 0
-        offset, length = keys_of(t, t.k.shape[len(t.k.shape) - 3], batch)
-        length = cutlass.min(length, Int32(t.wide_k.shape[1]))
-        if const_expr(t.lengths is not None):
-            if (tile + head) + thread == 0:
-                t.lengths[batch] = length
-        factors = SmemAllocator().allocate_tensor(Float32, cute.make_layout((TILE, 2)), 16)
-        if tile * TILE < length:
-            place = _Place(tile, head, batch, offset, tile * TILE, length)
+        place = self._place(t, tile, head, batch)
+        shared, of_keys = SmemAllocator(), cute.make_layout((TILE, 2))
+        factors = shared.allocate_tensor(Float32, of_keys, 16)
+        any_code = shared.allocate_tensor(Int32, of_keys, 16)
+        if (place.first >= 0) & (place.first < place.length):
             # Asked for before anything is done with scales.
             k = self._read(t, t.k, self.spec.head_dim, place)
             v = self._read(t, t.v, self.spec.head_dim_v, place)
             if const_expr(self.spec.scales):
-                self._scales(t, factors, place)
+                scale = self._scale(t, place)
+                self._find_codes(any_code, (k, v))
+                self._scales(t, factors, any_code, scale, place)
             k_factor = factors[None, 0] if const_expr(self.spec.k_scale) else None
             v_factor = factors[None, 1] if const_expr(self.spec.v_scale) else None
             self._write(t.wide_k, k, self.spec.k_format, k_factor, place)
             self._write(t.wide_v, v, self.spec.v_format, v_factor, place)
+
+    @cute.jit
+    def _place(self, t, tile: Int32, head: Int32, target: Int32):
+        batch, first = target, tile * TILE
+        if const_expr(self.spec.kv_layout == "varlen"):
+            batch = _sequence_of(t, tile * TILE)
+            first = first - first_column(TILE, t.cu_seqlens_k[batch], batch)
+        offset, length = keys_of(t, t.k.shape[len(t.k.shape) - 3], batch)
+        length = cutlass.min(length, Int32(t.wide_k.shape[1]))
+        return _Place(tile, target, head, batch, offset, first, length)
 
     @cute.jit
     def _read(self, t, source, width: cutlass.Constexpr, place):
@@ -132,11 +148,8 @@ class Widen:
         return x[(page, key % page_size, *rest)]
 
     @cute.jit
-    def _scales(self, t, factors, place):
-        """(key, K or V): each key's scale in units of its tile's, which are stored.
-
-        The first threads have the keys of K, the others those of V.
-        """
+    def _scale(self, t, place):
+        """That of a thread's key: the first threads have the keys of K, the others those of V."""
         thread = cute.arch.thread_idx()[0]
         key = place.first + thread % TILE
         scale = Float32(0.0)
@@ -147,7 +160,36 @@ class Widen:
             else:
                 if const_expr(self.spec.v_scale):
                     scale = Float32(self._at(t, t.v_scale, place, key))
-        largest = cute.arch.fmax(scale, -scale)  # of NaN and a number, the number
+        return scale
+
+    @cute.jit
+    def _find_codes(self, any_code, operands: cutlass.Constexpr):
+        """(key, K or V): becomes 1 where a code is not 0, else 0."""
+        thread = cute.arch.thread_idx()[0]
+        any_code[thread % TILE, thread // TILE] = 0
+        cute.arch.sync_threads()
+        widths = self.spec.head_dim, self.spec.head_dim_v
+        for kind, (words, width) in enumerate(zip(operands, widths, strict=True)):
+            for n in cutlass.range_constexpr(_vectors(width)):
+                row, _ = _place_of(n, width)
+                bits = Uint32(0)
+                for i in cutlass.range_constexpr(_CODES // 4):
+                    bits = bits | words[i, n]
+                if (bits & _NUMBER[self.spec.kv_format]) != 0:
+                    any_code[row, kind] = 1
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def _scales(self, t, factors, any_code, scale, place):
+        """(key, K or V): each key's scale in units of its tile's, which are stored.
+
+        The unit is of the keys that have a number: the scale of zeros is no size, and an infinite
+        one would leave nothing of the others. NaN and infinity stay what they are.
+        """
+        thread = cute.arch.thread_idx()[0]
+        size = cute.arch.fmax(scale, -scale)
+        is_finite, is_zero = size < math.inf, any_code[thread % TILE, thread // TILE] == 0
+        largest = select(is_finite, select(is_zero, Float32(0.0), size), Float32(0.0))
         for apart in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_bfly(largest, 1 << apart)
             largest = cute.arch.fmax(largest, other)
@@ -159,10 +201,12 @@ class Widen:
         unit_log2 = _unit_log2(self.spec.kv_format, largest)
         exists = select(thread < TILE, Int32(self.spec.k_scale), Int32(self.spec.v_scale))
         unit_log2 = unit_log2 * exists  # 1 where nothing is multiplied
-        factors[thread % TILE, thread // TILE] = scale * power_of_two(-unit_log2)
+        factor = scale * power_of_two(-unit_log2)
+        factor = select(is_zero & is_finite, Float32(0.0), factor)  # it may be infinite
+        factors[thread % TILE, thread // TILE] = factor
         unit = select(thread < TILE, power_of_two(unit_log2), Float32(unit_log2))
         if thread % TILE == 0:
-            t.units[place.batch, place.head, place.tile, thread // TILE] = unit
+            t.units[place.target, place.head, place.tile, thread // TILE] = unit
         cute.arch.sync_threads()
 
     @cute.jit
@@ -170,18 +214,41 @@ class Widen:
         width = target.shape[3]
         for n in cutlass.range_constexpr(_vectors(width)):
             row, column = _place_of(n, width)
-            if place.first + row < target.shape[1]:
+            to = place.tile * TILE + row
+            if to < target.shape[1]:
                 wide = cute.make_rmem_tensor(cute.make_layout(_CODES // 2), Uint32)
                 for i in cutlass.range_constexpr(_CODES // 4):
                     factor = factors[row] if const_expr(factors is not None) else None
                     both = _converted(self.spec.kv_format, fmt, words[i, n], factor)
                     wide[2 * i], wide[2 * i + 1] = both
-                out = target[place.batch, place.first + row, place.head, None]
+                out = target[place.target, to, place.head, None]
                 cute.autovec_copy(wide, _vector(out, column, 2 * _CODES))
 
 
+@cute.jit
+def _sequence_of(t, row: Int32):
+    """The packed sequence that a row of the copy may belong to: the last that begins before it.
+
+    A lane looks at every 32nd, so that few reads are waited for.
+    """
+    sequences = t.cu_seqlens_k.shape[0] - 1
+    found = Int32(0)
+    for i in cutlass.range(cute.ceil_div(sequences, WARP), unroll=1):
+        batch = i * WARP + cute.arch.lane_idx()
+        if batch < sequences:
+            if first_column(TILE, t.cu_seqlens_k[batch], batch) <= row:
+                found = batch
+    for apart in cutlass.range_constexpr(5):
+        found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, 1 << apart))
+    return found
+
+
 def _unit_log2(fmt: str, largest: Float32) -> Int32:
-    """log2 of a unit in which the largest scale times the largest code is below 2**_TOP."""
+    """log2 of a unit in which the largest scale times the largest code is below 2**_TOP.
+
+    Of a tile of zeros, whose `largest` is 0, as of zeros that were quantised.
+    """
+    largest = Float32(select(largest > 0.0, largest, Float32(ZERO_DESCALE)))
     return within_range(exponent_of(largest) + (1 + math.ceil(FORMATS[fmt].log2_max) - _TOP))
 
 

@@ -287,16 +287,16 @@ def test_scales_are_applied_in_units_of_a_tile(fmt: str) -> None:
 def test_units_are_those_of_numbers(fmt: str) -> None:
     """Whatever the scale of zeros is, or one that is not finite: other rows keep their bits.
 
-    Those rows themselves are 0, or NaN and infinity as the product is.
+    Those rows themselves are 0, or NaN and infinity as the product is. Two warps share a row of 96.
     """
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(1, 120, (1, 300, 2, 64), generator=generator).to(torch.uint8)
+    codes = torch.randint(1, 120, (1, 300, 2, 96), generator=generator).to(torch.uint8)
     codes[:, 7] = 0 if fmt == "int8" else 0x80  # minus 0
     codes[:, TILE : 2 * TILE] = 0
     codes[:, 290] = 0
     codes[:, 290, 0, 0] = 0x80 if fmt == "int8" else 1  # a number
     scales = torch.rand(1, 300, 2, generator=generator) + 0.1
-    spec = WidenSpec(fmt, "fp16", "fp16", 64, 64, "dense", k_scale=True, v_scale=True)
+    spec = WidenSpec(fmt, "fp16", "fp16", 96, 96, "dense", k_scale=True, v_scale=True)
     plain = widened(spec, codes, codes, scales, scales)
     strange = scales.clone()
     strange[:, 7], strange[:, 200] = 1e35, 1e-30

@@ -99,7 +99,7 @@ class Widen:
         place = self._place(t, tile, head, batch)
         shared, of_keys = SmemAllocator(), cute.make_layout((TILE, 2))
         factors = shared.allocate_tensor(Float32, of_keys, 16)
-        any_code = shared.allocate_tensor(Int32, of_keys, 16)
+        any_code = shared.allocate_tensor(Int32, cute.make_layout((TILE, 2, 2)), 16)
         if (place.first >= 0) & (place.first < place.length):
             # Asked for before anything is done with scales.
             k = self._read(t, t.k, self.spec.head_dim, place)
@@ -164,9 +164,10 @@ class Widen:
 
     @cute.jit
     def _find_codes(self, any_code, operands: cutlass.Constexpr):
-        """(key, K or V): becomes 1 where a code is not 0, else 0."""
+        """(key, K or V, which of two warps that share a row): 1 where a code is not 0, else 0."""
         thread = cute.arch.thread_idx()[0]
-        any_code[thread % TILE, thread // TILE] = 0
+        for part in cutlass.range_constexpr(2):
+            any_code[thread % TILE, thread // TILE, part] = 0
         cute.arch.sync_threads()
         widths = self.spec.head_dim, self.spec.head_dim_v
         for kind, (words, width) in enumerate(zip(operands, widths, strict=True)):
@@ -176,7 +177,7 @@ class Widen:
                 for i in cutlass.range_constexpr(_CODES // 4):
                     bits = bits | words[i, n]
                 if (bits & _NUMBER[self.spec.kv_format]) != 0:
-                    any_code[row, kind] = 1
+                    any_code[row, kind, thread // WARP % 2] = 1
         cute.arch.sync_threads()
 
     @cute.jit
@@ -188,7 +189,8 @@ class Widen:
         """
         thread = cute.arch.thread_idx()[0]
         size = cute.arch.fmax(scale, -scale)
-        is_finite, is_zero = size < math.inf, any_code[thread % TILE, thread // TILE] == 0
+        parts = [any_code[thread % TILE, thread // TILE, part] for part in range(2)]
+        is_finite, is_zero = size < math.inf, (parts[0] | parts[1]) == 0
         largest = select(is_finite, select(is_zero, Float32(0.0), size), Float32(0.0))
         for apart in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_bfly(largest, 1 << apart)

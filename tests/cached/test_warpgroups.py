@@ -23,7 +23,7 @@ from flash_attn_fp8.kernels.cached.warpgroup.geometry import WarpgroupGeometry
 from flash_attn_fp8.plan import FEW_ROWS_OF_CODES
 from flash_attn_fp8.specs import CacheSpec, WarpgroupTile
 from flash_attn_fp8.target import SHARED_MEMORY, target_named
-from tests.budget import assert_like_emulation, budget_of, check_within
+from tests.budget import assert_like_emulation, budget_of, check_within, rel_l2
 from tests.cached.configurations import KEYS, Configuration, configurations
 from tests.cached.launch import simulated
 
@@ -57,6 +57,60 @@ def test_like_the_emulation_and_within_the_budget(case: Configuration) -> None:
     check_within(budget, out, lse)
     emulated, _ = fa.flash_attn_varlen_func(**call, impl="tiled")
     assert_like_emulation(out, lse, emulated, budget, own_tiles=True)
+
+
+LN2 = 0.6931471824645996  # with it as softmax_scale a score is K's scale, in log2 units
+
+
+def one_hot_keys(rows: list[int], keys: dict[int, tuple[int, float]]) -> dict[str, Any]:
+    """Queries that are 1 in a place each, and keys, which have a scale; others are 1 in place 0."""
+    q = torch.zeros(1, 1, len(rows), 64)
+    q[0, 0, range(len(rows)), rows] = 1
+    k, scale = torch.zeros(1, 256, 1, 64), torch.ones(1, 256, 1)
+    k[..., 0] = 1
+    for key, (place, of_key) in keys.items():
+        k[0, key, 0] = 0
+        k[0, key, 0, place], scale[0, key, 0] = 1, of_key
+    v = torch.randn(1, 256, 1, 64, generator=torch.Generator().manual_seed(0))
+    k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    return {
+        "q": q.bfloat16(), "k": k, "v": v, "k_descale": scale, "softmax_scale": LN2,
+        "out_dtype": torch.float32, "return_lse": True, "num_splits": 1,
+    }  # fmt: skip
+
+
+def on_sm90(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    result: tuple[torch.Tensor, torch.Tensor]
+    result, _ = fa.simulate(fa.flash_attn_varlen_func, **call, target=TARGET)
+    return result
+
+
+def test_probabilities_stay_in_range_where_maxima_are_far_apart() -> None:
+    """A maximum 16 above another, whose sum with the threshold of 8 rounds to the same number."""
+    call = one_hot_keys([0], {255: (0, 2.0**27 + 16), 70: (0, 2.0**27 + 32)})
+    out, lse = on_sm90(call)
+    assert rel_l2(out[0, 0, 0], call["v"][0, 70, 0].float()) < 2 * 2.0**-16  # the other's weight
+    assert bool(lse.isfinite().all())
+
+
+def test_a_row_is_not_raised_because_another_is() -> None:
+    """A maximum that lags by the threshold but for a rounding, and a row that is raised."""
+    keys = {255: (0, 24.0000057220459), 70: (0, 32.00000762939453), 80: (1, 200.0)}
+    alone, alone_lse = on_sm90(one_hot_keys([0], keys))
+    out, lse = on_sm90(one_hot_keys([0, 1], keys))
+    assert torch.equal(out[:, :, :1], alone)
+    assert torch.equal(lse[:, :1], alone_lse)
+
+
+@pytest.mark.parametrize(("scale", "softmax_scale"), [(1e31, 1e-34), (-1.0, 2e38)])
+def test_scores_at_the_ends_of_fp32(scale: float, softmax_scale: float) -> None:
+    """Scales whose product with codes' sums is beyond fp32, and scores that are nearly -inf."""
+    call = one_hot_keys([0], {})
+    call |= {"q": call["q"].copysign(torch.tensor(scale)), "softmax_scale": softmax_scale}
+    call["k_descale"] = call["k_descale"] * abs(scale)
+    out, lse = on_sm90(call)
+    assert rel_l2(out[0, 0, 0], call["v"].float().mean(1)[0, 0]) < 1e-5
+    assert bool(lse.isfinite().all())
 
 
 def spec_of(rows: int, head_dims: tuple[int, int], **options: Any) -> CacheSpec:

@@ -17,6 +17,7 @@ from cutlass import select_ as select
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from flash_attn_fp8.formats import FP32
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.load import INDEX, numbers_view
 from flash_attn_fp8.kernels.cached.scores import in_log2, is_masked, log2_and_inverse, seen_keys
@@ -37,7 +38,7 @@ from flash_attn_fp8.kernels.ptx import asm, once_if, opaque
 from flash_attn_fp8.specs import WARP, WarpgroupTile
 
 _THREADS = WARP * WarpgroupTile.m_warps
-LOWEST = -(2.0**127)  # the maximum of a row that saw no key; scores below it have no weight
+LOWEST = -FP32.max  # the maximum of a row that saw no key
 
 
 class State(NamedTuple):

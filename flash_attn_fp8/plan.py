@@ -346,8 +346,8 @@ def _widen_spec(traits: Traits, spec: Sm90Spec) -> WidenSpec:
 def _pays_to_pair(problem: Problem, group: int) -> bool:
     """Whether two SM100 CTAs share K and V.
 
-    Sizes have a part in the choice of a kernel here, in `_runs_cache_kernel` and in an automatic
-    split, nowhere else.
+    Sizes have a part in the choice of a kernel here, in `_runs_cache_kernel`, in `_cache_tile` and
+    in an automatic split, nowhere else.
 
     From head dim 128 on, with both operands of Q Kᵀ in shared memory, one CTA reads that at its
     limit of 128 bytes a clock or beyond; a pair reads a third less
@@ -392,7 +392,7 @@ def _cache_tile(problem: Problem, target: Target, parts: int = 1) -> CacheTile |
 def _in_warpgroups(traits: Traits, target: Target) -> bool:
     """Whether warpgroups multiply in the cache kernel: over codes, where V's columns fill them.
 
-    16 bits are not widened, and bound by memory with `mma.sync` as well.
+    Over 16 bits, which nothing widens, they were not tried.
     """
     of_codes = FORMATS[traits.kv_format].bits == 8
     fits = traits.head_dim <= 192 and traits.head_dim_v in (64, 128)

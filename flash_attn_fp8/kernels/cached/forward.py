@@ -58,7 +58,7 @@ class CacheForward:
             grid=(cutlass.max(ctas, 1), 1, 1),
             block=(self.geometry.threads, 1, 1),
             min_blocks_per_mp=self.spec.tile.ctas if self.in_warpgroups else 0,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=100,  # or the compiler asks a device for what it has
             stream=stream,
         )
 

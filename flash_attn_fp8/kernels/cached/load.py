@@ -92,7 +92,7 @@ def _chosen_token(ctx, key, chosen):
 def copy_tile(ctx: Context, n_block: Int32, stage: Int32, place):
     """Ask for the keys of tile `n_block`, which are at `place`: K, V, and their numbers."""
     g = ctx.geometry
-    base = ctx.rings.toint() + (ctx.key_warp * g.spec.tile.stages + stage) * g.tile_bytes
+    base = ctx.rings.toint() + slot_of(ctx, stage) * g.tile_bytes
     for operand, rows, target in ((g.k, ctx.k, base), (g.v, ctx.v, base + g.v_start)):
         _copy_rows(ctx, operand, rows, target, n_block, place)
     _copy_numbers(ctx, base + g.numbers_start, n_block, place)
@@ -233,6 +233,11 @@ def store_shared(target, value, *, loc=None, ip=None) -> None:
     asm(None, operands, text, "r,r,~{memory}", loc, ip, side_effects=True)
 
 
+def slot_of(ctx: Context, stage):
+    """The number of a group's stage among the key tiles of all rings."""
+    return ctx.key_warp * ctx.spec.tile.stages + stage
+
+
 def ring_view(ctx: Context, stage, operand: Operand, offset: int):
     """Rows of K or V of a tile in the ring: (word of a vector, vector of a row, row)."""
     g = ctx.geometry
@@ -241,8 +246,7 @@ def ring_view(ctx: Context, stage, operand: Operand, offset: int):
         (operand.words, operand.row_bytes // operand.vector, g.spec.tile.n_block, g.slots),
         stride=(1, operand.words, operand.row_bytes // 4, g.tile_bytes // 4),
     )
-    slot = ctx.key_warp * g.spec.tile.stages + stage
-    return cute.make_tensor(start + offset // 4, layout)[None, None, None, slot]
+    return cute.make_tensor(start + offset // 4, layout)[None, None, None, slot_of(ctx, stage)]
 
 
 def numbers_view(ctx: Context, stage, kind: int, dtype):
@@ -252,5 +256,4 @@ def numbers_view(ctx: Context, stage, kind: int, dtype):
     offset = g.numbers_start // 4 + kind * n_block
     start = cute.recast_ptr(ctx.rings, dtype=dtype) + offset
     layout = cute.make_layout((2, n_block // 2, g.slots), stride=(1, 2, g.tile_bytes // 4))
-    slot = ctx.key_warp * g.spec.tile.stages + stage
-    return cute.make_tensor(start, layout)[None, None, slot]
+    return cute.make_tensor(start, layout)[None, None, slot_of(ctx, stage)]

@@ -88,7 +88,7 @@ def shared(pointer, layout):
 
 
 def words_of(p):
-    """A fragment of P as 32-bit words, numbered (row, half, step)."""
+    """A fragment of A as 32-bit words, numbered (row, half, step)."""
     words = cute.size(p) * p.element_type.width // 32
     return cute.make_tensor(cute.recast_ptr(p.iterator, dtype=Uint32), cute.make_layout(words))
 

@@ -161,6 +161,11 @@ def _key(ctx, n_block, stage, half: int):
     return n_block * ctx.spec.tile.n_block + key
 
 
+def _highest(s, eight: int, i: int):
+    """The higher score of a row's that a lane has of a tile; NaN if one is."""
+    return cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
+
+
 @cute.jit
 def _exceeds(ctx, state):
     """Whether a score of the lane exceeds its row's maximum by more than is allowed, or is NaN."""
@@ -168,7 +173,7 @@ def _exceeds(ctx, state):
     within = Boolean(True)
     for eight in cutlass.range_constexpr(ctx.geometry.row_tiles):
         for i in cutlass.range_constexpr(2):
-            highest = cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
+            highest = _highest(s, eight, i)
             # As `raised` computes it: a row must not be raised because another one is.
             lag = highest - state.row_max[i, eight]
             within = within & (lag <= ctx.traits.policy.rescale_threshold)
@@ -191,12 +196,12 @@ def _raise_maxima(ctx, state):
     maxima = row_numbers(ctx, state.shared)[None, None, 0, ctx.key_warp]
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):
-            highest = cute.arch.fmax(s[i + 4 * eight], s[i + 2 + 4 * eight], nan=True)
+            highest = _highest(s, eight, i)
             for apart in cutlass.range_constexpr(2, 5):
                 other = cute.arch.shuffle_sync_bfly(highest, 1 << apart)
                 highest = cute.arch.fmax(highest, other, nan=True)
             if ctx.lane < 4:
-                maxima[eight * 8 + ctx.lane * 2 + i, ctx.m_warp] = highest
+                maxima[row_of_lane(ctx, eight, i), ctx.m_warp] = highest
     cute.arch.barrier(barrier_id=_barrier(ctx), number_of_threads=_THREADS)
     for eight in cutlass.range_constexpr(g.row_tiles):
         for i in cutlass.range_constexpr(2):

@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from flash_attn_fp8.kernels.cached.attend import operand_b
 from flash_attn_fp8.kernels.cached.context import Context
 from flash_attn_fp8.kernels.cached.geometry import CHUNK
-from flash_attn_fp8.kernels.cached.load import chunk_at, ring_view
+from flash_attn_fp8.kernels.cached.load import chunk_at, ring_view, slot_of
 from flash_attn_fp8.kernels.cached.products import interleaved
 from flash_attn_fp8.kernels.cached.warpgroup.geometry import KEYS
 from flash_attn_fp8.kernels.codes import pairs
@@ -166,10 +166,9 @@ def _codes(ctx, stage, row) -> Uint32:
     """A lane's codes of a row of V, in the lower bytes: two, or four."""
     g = ctx.geometry
     dtype = {2: Uint16, 4: Uint32}[g.v.share]
-    slot = ctx.key_warp * g.spec.tile.stages + stage
     first = (ctx.m_warp * 8 + ctx.lane // 4) * g.v.share
     at = chunk_at(ctx, g.v, row, first // CHUNK) * CHUNK + first % CHUNK
-    offset = slot * g.tile_bytes + g.v_start + row * g.v.row_bytes + at
+    offset = slot_of(ctx, stage) * g.tile_bytes + g.v_start + row * g.v.row_bytes + at
     rings = cute.recast_ptr(ctx.rings, dtype=dtype)
     return Uint32(cute.make_tensor(rings + offset // g.v.share, cute.make_layout(1))[0])
 

@@ -7,17 +7,11 @@ import torch
 
 import flash_attn_fp8 as fa
 from flash_attn_fp8.formats import FORMATS
-from flash_attn_fp8.target import target_named
 from tests.budget import (
-    FP32_EPS,
-    FP32_STEPS,
-    assert_like_emulation,
-    budget_of,
-    check_within,
     rel_l2,
 )
+from tests.cached.checks import check_configuration
 from tests.cached.configurations import AXES, Configuration, configurations
-from tests.cached.launch import simulated
 
 EVERY = 5  # of the configurations that take little, one in so many is in the default run
 CHEAP = [c for c in configurations() if c.group * c.tokens * sum(c.head_dims) <= 30_000]
@@ -28,18 +22,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_like_the_emulation_and_within_the_budget(case: Configuration) -> None:
-    call = case.arguments()
-    described = fa.flash_attn_varlen_func.describe_call(**call, impl="sim")
-    out, lse = simulated(described, target_named(case.target))
-    budget = budget_of(described)
-    check_within(budget, out, lse)
-    emulated, _ = fa.flash_attn_varlen_func(**call, impl="tiled")
-    assert_like_emulation(out, lse, emulated, budget, own_tiles=True)
-    exact = {k: v for k, v in call.items() if k not in ("num_splits", "seqlen_k_per_split")}
-    exact["out_dtype"] = torch.float32
-    reference, reference_lse = fa.flash_attn_varlen_func(**exact, impl="reference")
-    assert rel_l2(reference, budget.out) <= FP32_STEPS * FP32_EPS
-    assert torch.equal(reference_lse.isneginf(), lse.isneginf())
+    check_configuration(case, case.target)
 
 
 def test_every_pair_is_there() -> None:

@@ -5,31 +5,26 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import flash_attn_fp8 as fa
-from benchmarks import sass
 from flash_attn_fp8.cache_tile import DECODE_ROWS, warpgroup_tile_for
-from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.kernels.cached.warpgroup.geometry import WarpgroupGeometry
 from flash_attn_fp8.plan import FEW_ROWS_OF_CODES
 from flash_attn_fp8.specs import CacheSpec, WarpgroupTile
-from flash_attn_fp8.target import SHARED_MEMORY, target_named
-from tests.budget import assert_like_emulation, budget_of, check_within, rel_l2
+from flash_attn_fp8.target import SHARED_MEMORY
+from tests.budget import rel_l2
+from tests.cached.checks import check_configuration
 from tests.cached.configurations import KEYS, Configuration, configurations
-from tests.cached.launch import simulated
+from tests.compiled_code import check_code
 
 TARGET = "sm_90a:4"
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
-PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
 
 
 def runs_here(c: Configuration) -> bool:
@@ -50,13 +45,7 @@ CASES = [c if c in CHEAP[::EVERY] else pytest.param(c, marks=pytest.mark.slow) f
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_like_the_emulation_and_within_the_budget(case: Configuration) -> None:
-    call = case.arguments()
-    described = fa.flash_attn_varlen_func.describe_call(**call, impl="sim")
-    out, lse = simulated(described, target_named(TARGET))
-    budget = budget_of(described)
-    check_within(budget, out, lse)
-    emulated, _ = fa.flash_attn_varlen_func(**call, impl="tiled")
-    assert_like_emulation(out, lse, emulated, budget, own_tiles=True)
+    check_configuration(case, TARGET)
 
 
 LN2 = 0.6931471824645996  # with it as softmax_scale a score is K's scale, in log2 units
@@ -167,12 +156,4 @@ FEW = ("16 rows", "64 rows, splits")
 )
 def test_registers_do_and_products_are_not_serialised(name: str) -> None:
     rows, head_dims, options = KINDS[name]
-    entry = cache.keep(spec_of(rows, head_dims, **options), "sm_90a", "simulator")
-    cubin = (entry / link.CUBIN).read_bytes()
-    (blocks,) = sass.functions(sass.printed("nvdisasm", cubin=cubin)).values()
-    assert any(sass.loops(blocks))
-    assert sass.spills(blocks) == {}
-    if Path(PTXAS).exists():
-        command = [PTXAS, "-arch=sm_90a", "-v", str(entry / "kernel.ptx"), "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "C75" not in said.stdout + said.stderr
+    check_code(spec_of(rows, head_dims, **options))

@@ -6,27 +6,22 @@ ptxas makes products wait for one another where it cannot prove that they may no
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import flash_attn_fp8 as fa
-from benchmarks import sass
-from flash_attn_fp8.compiler import cache, link
 from flash_attn_fp8.formats import FORMATS
 from flash_attn_fp8.policy import Fp8Policy
 from flash_attn_fp8.specs import Sm90Spec
+from tests.compiled_code import check_code
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "darwin", reason="nvdisasm is not made for macOS"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
 CODES = Fp8Policy("e4m3", 8, 0.75, exp2="code")
 WINDOW: dict[str, Any] = {"window_size": (127, 0), "learnable_sink": torch.zeros(16, device="meta")}
 KINDS: dict[str, dict[str, Any]] = {
@@ -91,32 +86,15 @@ def spec_of(
     return spec
 
 
-def _check_code(kind: dict[str, Any]) -> None:
-    entry = cache.keep(spec_of(**kind), "sm_90a", "simulator")
-    cubin = (entry / link.CUBIN).read_bytes()
-    (blocks,) = sass.functions(sass.printed("nvdisasm", cubin=cubin)).values()
-    assert any(sass.loops(blocks))
-    assert sass.spills(blocks) == {}
-    if Path(PTXAS).exists():
-        _check_products(entry / link.PTX)
-
-
-def _check_products(ptx: Path) -> None:
-    command = [PTXAS, "-arch=sm_90a", "-v", "-o", "/dev/null", str(ptx)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "C75" not in said, said
-    assert "serialized" not in said, said
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_spilt_and_no_product_waits(kind: str) -> None:
-    _check_code(KINDS[kind])
+    check_code(spec_of(**KINDS[kind]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_nor_in_others(kind: str) -> None:
-    _check_code(SLOW_KINDS[kind])
+    check_code(spec_of(**SLOW_KINDS[kind]))
 
 
 @pytest.mark.slow
@@ -127,4 +105,4 @@ def test_nor_in_others(kind: str) -> None:
 )
 @pytest.mark.parametrize("options", [{"causal": True}, WINDOW], ids=["causal", "window"])
 def test_nor_with_scales_per_token(options: dict[str, Any]) -> None:
-    _check_code({"per_token": True, **options})
+    check_code(spec_of(**{"per_token": True, **options}))
